@@ -1,0 +1,96 @@
+"""The whole interface of an agent: how it learns (`stages`) and how it acts (`act`).
+
+The trainer, the evaluator and the checkpoint know nothing else about an algorithm.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from qhyer.data.episodes import DataSpec, Episodes
+
+Batch = dict[str, Tensor]
+Metrics = dict[str, Tensor]
+Memory = dict[str, Tensor]
+"""What an agent remembers of the episodes under way: tensors whose first dimension is the episode."""
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """What every agent has. Subclasses add their own fields; presets and the command line override them."""
+
+    steps: int = 1_000_000
+    """gradient updates"""
+    batch_size: int = 1024
+    """samples (windows, for a sequence model) per update"""
+    learning_rate: float = 3e-4
+
+
+class Sampler(Protocol):
+    """Draws batches. All randomness comes from the generator it was built with."""
+
+    def sample(self, batch_size: int) -> Batch: ...
+
+
+class SamplerConfig(Protocol):
+    def build(self, episodes: Episodes, generator: torch.Generator) -> Sampler: ...
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One phase of training: which batches, which loss, which optimisers."""
+
+    name: str
+    steps: int
+    batch_size: int
+    sampler: SamplerConfig
+    loss: Callable[[Batch], tuple[Tensor, Metrics]]
+    """batch -> (scalar to minimise, detached metrics named group/name)"""
+    optimizers: Sequence[torch.optim.Optimizer]
+    grad_clip: float | None = None
+    """global norm, over the stage's parameters"""
+    schedule: Callable[[int], float] | None = None
+    """update number (from 0) -> factor on the learning rates; a pure function, so it needs no state"""
+    after_step: Callable[[], None] | None = None
+    """e.g. target networks"""
+    finish: Callable[[Episodes], None] | None = None
+    """once, when the stage is over"""
+
+
+class Agent(nn.Module, ABC):
+    """One algorithm. The file name is the agent's name; `Config` holds its hyperparameters."""
+
+    Config: ClassVar[type[AgentConfig]]
+
+    def __init__(self, config: AgentConfig, spec: DataSpec) -> None:
+        super().__init__()
+        self.config = config
+        self.spec = spec
+        # Normalisers are the agent's own buffers: everyone else passes raw observations.
+        self.register_buffer("observation_mean", torch.tensor(spec.observation_mean, dtype=torch.float32))
+        self.register_buffer("observation_std", torch.tensor(spec.observation_std, dtype=torch.float32))
+        self.register_buffer("goal_indices", torch.tensor(spec.goal_indices, dtype=torch.long), persistent=False)
+
+    observation_mean: Tensor
+    observation_std: Tensor
+    goal_indices: Tensor
+
+    def normalize(self, observations: Tensor) -> Tensor:
+        return (observations - self.observation_mean) / self.observation_std
+
+    @abstractmethod
+    def stages(self) -> tuple[Stage, ...]:
+        """How it learns. Only a view on optimisers made in `__init__`: calling it twice changes nothing."""
+
+    @abstractmethod
+    def act(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
+        """Raw observations (n, d_s) and goals (n, d_s) -> actions (n, d_a) in [-1, 1], and what to remember.
+
+        `memory` is None at the first step of the episodes; they run in lock-step. Deterministic (temperature 0).
+        """

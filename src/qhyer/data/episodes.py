@@ -1,0 +1,238 @@
+"""Episodes: a dataset as flat tensors with boundaries, on the device that trains.
+
+Row convention (OGBench's files, made explicit here so that no agent needs to know it). An episode of T
+transitions has T + 1 rows: rows 0..T-1 hold (s_t, a_t) and the last row holds the final state s_T, whose action
+is meaningless and never used. `terminals` is 1 on that last row only; it marks the end of an episode, not success.
+
+    rows          0    1   ...  T-1   T      0    1  ...
+    observations  s_0  s_1 ... s_T-1 s_T  |  s_0  s_1
+    actions       a_0  a_1 ... a_T-1  -   |  a_0  a_1
+    terminals     0    0   ...   0    1   |  0    0
+
+The final state may be a goal and the next state of a transition; it is never the start of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qhyer.data import check
+from qhyer.errors import CorruptFile, DataError, UserError
+from qhyer.storage import read_sealed_json, sha256_file
+
+STD_FLOOR = 1e-3  # constant columns: a scale that leaves them at zero rather than blowing them up
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What an agent must know of its data: sizes, scales, and which coordinates make the goal."""
+
+    observation_dim: int
+    action_dim: int
+    goal_indices: tuple[int, ...]
+    """Coordinates of an observation that decide whether a goal is reached; the flow models these."""
+    observation_mean: tuple[float, ...]
+    observation_std: tuple[float, ...]
+
+    @property
+    def goal_dim(self) -> int:
+        return len(self.goal_indices)
+
+
+class Episodes:
+    """Flat tensors plus boundaries. Indices are rows; `starts[e]` and `ends[e]` bound episode e, inclusive."""
+
+    def __init__(
+        self,
+        observations: Tensor,
+        actions: Tensor,
+        ends: Tensor,
+        goal_indices: Sequence[int],
+        name: str = "custom",
+        fingerprint: str = "",
+    ) -> None:
+        self.name = name
+        self.fingerprint = fingerprint
+        self.observations = observations  # (N, observation_dim) float32
+        self.actions = actions  # (N, action_dim) float32
+        self.ends = ends  # (E,) int64: row of each final state
+        self.starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])  # (E,)
+        self.goal_indices = tuple(int(i) for i in goal_indices)
+        lengths = self.ends - self.starts  # (E,) transitions per episode
+        # Row -> row of its episode's final state, and the rows that start a transition (all but the final states).
+        self.end_of = torch.repeat_interleave(self.ends, lengths + 1)  # (N,)
+        rows = torch.arange(len(observations), device=observations.device)
+        self.transitions = rows[rows != self.end_of]  # (N - E,)
+
+    # ---------------------------------------------------------------------------------------------- building
+
+    @classmethod
+    def from_arrays(
+        cls,
+        observations: Any,
+        actions: Any,
+        ends: Any,
+        *,
+        goal: Sequence[int] | Sequence[str] | None = None,
+        observation_names: Sequence[str] | None = None,
+        name: str = "custom",
+        device: str | torch.device = "cpu",
+    ) -> Episodes:
+        """Your own data in three arrays.
+
+        observations  (N, d_s): the states of all episodes, one after the other, final states included
+        actions       (N, d_a) in [-1, 1]: the action taken at each row (the one beside a final state is ignored)
+        ends          (N,) flags, 1 on each episode's last row, or the (E,) rows of those last states
+        goal          the coordinates that make the goal, by index or by name; all of them when not given
+        """
+        observations = np.asarray(observations)
+        actions = np.asarray(actions)
+        flags = _end_flags(np.asarray(ends), len(observations))
+        problems = check.find_problems(observations, actions, flags)
+        errors = [p for p in problems if p.severity == "error"]
+        if errors:
+            raise DataError(check.describe(name, errors))
+        observations = np.ascontiguousarray(observations, dtype=np.float32)
+        actions = np.ascontiguousarray(actions, dtype=np.float32)
+        end_rows = np.flatnonzero(flags)
+        goal_indices = _goal_indices(goal, observation_names, observations.shape[1])
+        digest = hashlib.sha256()
+        for array in (observations, actions, end_rows.astype(np.int64)):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return cls(
+            torch.from_numpy(observations),
+            torch.from_numpy(actions),
+            torch.from_numpy(end_rows).long(),
+            goal_indices,
+            name,
+            digest.hexdigest(),
+        ).to(device)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        goal: Sequence[int] | Sequence[str] | None = None,
+        name: str | None = None,
+        device: str | torch.device = "cpu",
+    ) -> Episodes:
+        """Reads an npz in OGBench's layout (docs/data.md); a sidecar `NAME.json` beside it is verified."""
+        arrays = read_npz(path)
+        if goal is None and "goal_indices" in arrays:
+            goal = [int(i) for i in arrays["goal_indices"]]
+        names = arrays.get("observation_names")
+        return cls.from_arrays(
+            arrays["observations"],
+            arrays["actions"],
+            arrays["terminals"],
+            goal=goal,
+            observation_names=None if names is None else [str(n) for n in names],
+            name=name or Path(path).stem,
+            device=device,
+        )
+
+    # ------------------------------------------------------------------------------------------------- using
+
+    @property
+    def num_episodes(self) -> int:
+        return len(self.ends)
+
+    @property
+    def num_transitions(self) -> int:
+        return len(self.transitions)
+
+    @property
+    def device(self) -> torch.device:
+        return self.observations.device
+
+    def to(self, device: str | torch.device) -> Episodes:
+        if torch.device(device) == self.device:
+            return self
+        return Episodes(
+            self.observations.to(device),
+            self.actions.to(device),
+            self.ends.to(device),
+            self.goal_indices,
+            self.name,
+            self.fingerprint,
+        )
+
+    def spec(self) -> DataSpec:
+        """Sizes and scales, the latter in float64 over all rows."""
+        std, mean = torch.std_mean(self.observations.double(), dim=0, correction=0)
+        return DataSpec(
+            observation_dim=self.observations.shape[1],
+            action_dim=self.actions.shape[1],
+            goal_indices=self.goal_indices,
+            observation_mean=tuple(mean.tolist()),
+            observation_std=tuple(std.clamp(min=STD_FLOOR).tolist()),
+        )
+
+
+def read_npz(path: str | Path) -> dict[str, np.ndarray]:
+    """The arrays of an npz, never unpickled; its sidecar's SHA-256 is checked when there is a sidecar."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"no dataset at {path}; `qhyer data generate NAME` makes one, `qhyer data list` names them")
+    sidecar = path.with_suffix(".json")
+    if sidecar.is_file():
+        recorded = read_sealed_json(sidecar).get("sha256")
+        if recorded != sha256_file(path):
+            raise CorruptFile(
+                f"{path} is damaged or was changed: its SHA-256 is not the one in {sidecar.name}. "
+                "Generate it again, or delete the sidecar if you changed the data on purpose."
+            )
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {key: file[key] for key in file.files}
+    except (ValueError, OSError, EOFError, KeyError, Exception) as error:  # zipfile raises many kinds
+        raise CorruptFile(f"{path} cannot be read as npz: {error}") from error
+    missing = {"observations", "actions", "terminals"} - set(arrays)
+    if missing:
+        raise DataError(
+            f"{path} lacks {', '.join(sorted(missing))}; the layout is observations (N, d_s), actions (N, d_a), "
+            "terminals (N,) with 1 on each episode's last row"
+        )
+    return arrays
+
+
+def _end_flags(ends: np.ndarray, rows: int) -> np.ndarray:
+    """Flags of length N from flags or from row numbers."""
+    if ends.ndim == 1 and len(ends) == rows and (ends.dtype == bool or np.isin(ends, (0, 1)).all()):
+        return ends.astype(bool)
+    if ends.ndim == 1 and np.issubdtype(ends.dtype, np.integer) and len(ends) and ends.max() < rows <= ends.max() + 1:
+        flags = np.zeros(rows, dtype=bool)
+        flags[ends] = True
+        return flags
+    raise DataError(
+        f"ends has shape {ends.shape} and does not fit {rows} rows: give {rows} flags (1 on each episode's last row), "
+        f"or the row numbers of the last rows, of which the greatest is {rows - 1}"
+    )
+
+
+def _goal_indices(
+    goal: Sequence[int] | Sequence[str] | None, names: Sequence[str] | None, width: int
+) -> tuple[int, ...]:
+    if goal is None:
+        return tuple(range(width))
+    indices = []
+    for item in goal:
+        if isinstance(item, str):
+            if names is None or item not in names:
+                known = "no observation_names were given" if names is None else f"the names are {', '.join(names)}"
+                raise UserError(f"goal coordinate {item!r} is not known: {known}")
+            indices.append(list(names).index(item))
+        else:
+            indices.append(int(item))
+    if not indices or len(set(indices)) != len(indices) or min(indices) < 0 or max(indices) >= width:
+        raise UserError(f"goal coordinates {list(goal)} must be distinct and within 0..{width - 1}")
+    return tuple(indices)

@@ -1,0 +1,75 @@
+"""Which row becomes the goal. Everything here returns row indices; samplers gather.
+
+All draws take an explicit generator and are plain index arithmetic, so a whole training step can be captured in
+a CUDA graph. Tests compare the frequencies with the closed forms.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from qhyer.data.episodes import Episodes
+
+
+def uniform(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """U[0, 1) in float64: in float32 the geometric law below would lose its tail beyond 2^-24."""
+    return torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
+
+
+def random_index(generator: torch.Generator, shape: tuple[int, ...], size: int) -> Tensor:
+    """Uniform integers in [0, size)."""
+    return torch.randint(size, shape, generator=generator, device=generator.device)
+
+
+def geometric_steps(generator: torch.Generator, shape: tuple[int, ...], discount: float) -> Tensor:
+    """K ~ Geom(1 - discount) on {1, 2, ...}, as in Eq. (1): P(K = k) = (1 - discount) discount^(k-1)."""
+    if discount <= 0.0:
+        return torch.ones(shape, dtype=torch.long, device=generator.device)
+    u = 1.0 - uniform(generator, shape)  # (0, 1]
+    return torch.floor(torch.log(u) / math.log(discount)).long() + 1
+
+
+def geometric_future(generator: torch.Generator, episodes: Episodes, rows: Tensor, discount: float) -> Tensor:
+    """A future row of the same episode, geometrically far, clamped to the final state."""
+    steps = geometric_steps(generator, tuple(rows.shape), discount)
+    return torch.minimum(rows + steps, episodes.end_of[rows])
+
+
+def uniform_future(generator: torch.Generator, episodes: Episodes, rows: Tensor) -> Tensor:
+    """A future row of the same episode, uniform over rows + 1 ... final state."""
+    last = episodes.end_of[rows]
+    ahead = (last - rows).clamp(min=1)
+    offset = (uniform(generator, tuple(rows.shape)) * ahead).long() + 1
+    return torch.minimum(rows + offset, last)
+
+
+def random_rows(generator: torch.Generator, episodes: Episodes, shape: tuple[int, ...]) -> Tensor:
+    """Any row of the dataset, uniform."""
+    return random_index(generator, shape, len(episodes.observations))
+
+
+def mixture(
+    generator: torch.Generator,
+    episodes: Episodes,
+    rows: Tensor,
+    *,
+    p_current: float,
+    p_trajectory: float,
+    p_random: float,
+    discount: float | None,
+) -> Tensor:
+    """OGBench's mixture: the state itself, a future one (geometric, or uniform when discount is None), or any row."""
+    assert abs(p_current + p_trajectory + p_random - 1.0) < 1e-9
+    if discount is None:
+        future = uniform_future(generator, episodes, rows)
+    else:
+        future = geometric_future(generator, episodes, rows, discount)
+    if p_trajectory == 1.0:
+        return future
+    u = uniform(generator, tuple(rows.shape))
+    anywhere = random_rows(generator, episodes, tuple(rows.shape))
+    goal = torch.where(u < p_current + p_trajectory, future, anywhere)
+    return torch.where(u < p_current, rows, goal)

@@ -1,0 +1,129 @@
+"""The datasets there are: their environment, official size, and which coordinates make the goal.
+
+Sizes are OGBench's (its generation commands); goal coordinates are the paper's goal-dimension table, with the
+choices it leaves open named in docs/deviations.md. Names are accepted with and without the "-v0".
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from qhyer.data.episodes import Episodes
+from qhyer.errors import UserError
+
+Kind = Literal["play", "noisy", "navigate", "stitch"]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One dataset we can generate, load and evaluate on."""
+
+    name: str
+    environment: str
+    """gymnasium id registered by ogbench"""
+    family: Literal["cube", "scene", "puzzle", "pointmaze"]
+    kind: Kind
+    episodes: int
+    """official number of training episodes; validation has a tenth"""
+    rows: int
+    """rows per episode, the final state included"""
+    goal_indices: tuple[int, ...]
+
+    @property
+    def is_maze(self) -> bool:
+        return self.family == "pointmaze"
+
+
+def _cubes(count: int) -> tuple[int, ...]:
+    """xyz of each cube; nine observation entries a cube, after the arm's nineteen."""
+    return tuple(19 + 9 * cube + axis for cube in range(count) for axis in range(3))
+
+
+# Cube xyz and quaternion, the two button states ("on" of each one-hot), drawer and window position and velocity.
+_SCENE = (*range(19, 26), 29, 33, 36, 37, 38, 39)
+
+
+def _buttons(count: int) -> tuple[int, ...]:
+    """The "on" entry of each button's one-hot state; four observation entries a button."""
+    return tuple(19 + 4 * button + 1 for button in range(count))
+
+
+def _registry() -> dict[str, Dataset]:
+    manipulation: list[tuple[str, Literal["cube", "scene", "puzzle"], int, tuple[int, ...]]] = [
+        ("cube-single", "cube", 1000, _cubes(1)),
+        ("cube-double", "cube", 1000, _cubes(2)),
+        ("cube-triple", "cube", 3000, _cubes(3)),
+        ("cube-quadruple", "cube", 5000, _cubes(4)),
+        ("scene", "scene", 1000, _SCENE),
+        ("puzzle-3x3", "puzzle", 1000, _buttons(9)),
+        ("puzzle-4x4", "puzzle", 1000, _buttons(16)),
+        ("puzzle-4x5", "puzzle", 3000, _buttons(20)),
+        ("puzzle-4x6", "puzzle", 5000, _buttons(24)),
+    ]
+    mazes: list[tuple[str, Kind, int, int]] = [
+        ("medium", "navigate", 1000, 1001),
+        ("large", "navigate", 1000, 1001),
+        ("giant", "navigate", 500, 2001),
+        ("medium", "stitch", 5000, 201),
+        ("large", "stitch", 5000, 201),
+        ("giant", "stitch", 5000, 201),
+    ]
+    kinds: tuple[Kind, Kind] = ("play", "noisy")
+    datasets = [
+        Dataset(f"{base}-{kind}-v0", f"{base}-v0", family, kind, episodes, 1001, goal)
+        for base, family, episodes, goal in manipulation
+        for kind in kinds
+    ] + [
+        Dataset(f"pointmaze-{size}-{kind}-v0", f"pointmaze-{size}-v0", "pointmaze", kind, episodes, rows, (0, 1))
+        for size, kind, episodes, rows in mazes
+    ]
+    return {dataset.name: dataset for dataset in datasets}
+
+
+DATASETS: dict[str, Dataset] = _registry()
+
+
+def get(name: str) -> Dataset:
+    """The dataset with this name, or an error that suggests the nearest ones."""
+    full = name if name.endswith("-v0") else f"{name}-v0"
+    if full in DATASETS:
+        return DATASETS[full]
+    near = difflib.get_close_matches(full, DATASETS, n=3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise UserError(f"no dataset is called {name!r}{hint} (`qhyer list datasets` names them all)")
+
+
+def data_dir() -> Path:
+    """Where datasets are kept: $QHYER_DATA, else ./data."""
+    return Path(os.environ.get("QHYER_DATA", "data"))
+
+
+def find(name: str) -> Path | None:
+    """The npz of a registered dataset, in our folder or in OGBench's own; None when it is not on this disk."""
+    dataset = get(name)
+    for folder in (data_dir(), Path.home() / ".ogbench" / "data"):
+        path = folder / f"{dataset.name}.npz"
+        if path.is_file():
+            return path
+    return None
+
+
+def load(source: str | Path, device: str = "cpu") -> tuple[Episodes, Dataset | None]:
+    """Episodes from a registered name, or from an npz path (registered if its file name is a dataset's)."""
+    path = Path(source)
+    if path.suffix == ".npz":
+        dataset = DATASETS.get(path.stem)
+        goal = dataset.goal_indices if dataset else None
+        return Episodes.load(path, goal=goal, device=device), dataset
+    dataset = get(str(source))
+    found = find(dataset.name)
+    if found is None:
+        raise UserError(
+            f"{dataset.name} is not on this disk (looked in {data_dir()} and ~/.ogbench/data); "
+            f"`qhyer data generate {dataset.name}` makes it"
+        )
+    return Episodes.load(found, goal=dataset.goal_indices, name=dataset.name, device=device), dataset

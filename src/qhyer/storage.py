@@ -1,0 +1,116 @@
+"""Files that are whole or absent, and that notice when a byte has changed.
+
+Every write goes to a temporary name beside the target, is flushed to the disk, and takes the final name in one
+rename. JSON that other files depend on is sealed: it carries a SHA-256 of its own content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from qhyer.errors import CorruptFile
+
+TEMPORARY = ".partial-"  # prefix of names that are not yet files; swept by `sweep_partial`
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _temporary(path: Path) -> Path:
+    return path.parent / f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary path to write; it becomes `path` when the block ends well, and vanishes otherwise."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """The same for a folder that must not exist yet."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for item in temporary.iterdir():
+            _sync(item)
+        _sync(temporary)
+        os.rename(temporary, path)
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sweep_partial(folder: Path) -> None:
+    """Remove what a killed process left half-written here."""
+    if not folder.is_dir():
+        return
+    for item in folder.glob(f"{TEMPORARY}*"):
+        if item.is_dir():
+            shutil.rmtree(item, ignore_errors=True)
+        else:
+            item.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, values: Any) -> None:
+    write_text(path, json.dumps(values, indent=1) + "\n")
+
+
+def _seal(values: dict[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_sealed_json(path: Path, values: dict[str, Any]) -> None:
+    values = json.loads(json.dumps(values))
+    write_json(path, {**values, "seal": _seal(values)})
+
+
+def read_sealed_json(path: Path) -> dict[str, Any]:
+    """Reads what `write_sealed_json` wrote, byte for byte, or raises `CorruptFile`."""
+    try:
+        raw = path.read_bytes()
+        values = json.loads(raw.decode("utf-8"))
+        seal = values.pop("seal")
+        whole = (json.dumps({**values, "seal": seal}, indent=1) + "\n").encode()
+        intact = seal == _seal(values) and raw == whole
+    except (ValueError, KeyError, AttributeError, TypeError):
+        intact = False
+    if not intact:
+        raise CorruptFile(f"{path} is damaged: its content does not match its own checksum")
+    return values
