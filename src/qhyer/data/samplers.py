@@ -49,3 +49,71 @@ class TransitionSampler:
             "actions": data.actions[rows],
             "goals": data.observations[goal_rows],
         }
+
+
+@dataclass(frozen=True)
+class WindowSamplerConfig:
+    """K consecutive steps with one goal, for the decoder, and i.i.d. transitions with a goal each, for the flow.
+
+    The window's goal lies in the future of its last state: when acting, every state of the window precedes the
+    goal. The flow's goals lie geometrically ahead of each transition, since only that law makes its density
+    log p(g | s, a) the Q of Eq. (1).
+    """
+
+    context: int
+    discount: float
+    p_random: float = 0.0
+    """chance that a window's goal is any row of the dataset instead of a future one"""
+    flow_batch: float = 0.25
+    """flow transitions per window step"""
+
+    def build(self, episodes: Episodes, generator: torch.Generator) -> WindowSampler:
+        return WindowSampler(self, episodes, generator)
+
+
+class WindowSampler:
+    def __init__(self, config: WindowSamplerConfig, episodes: Episodes, generator: torch.Generator) -> None:
+        self.config, self.episodes, self.generator = config, episodes, generator
+        self.steps = torch.arange(config.context, device=episodes.device)
+        # Every row with K transitions ahead can start a window; an episode shorter than K gives one, padded.
+        ahead = episodes.end_of - torch.arange(len(episodes.end_of), device=episodes.device)
+        fits = ahead >= config.context
+        short = (episodes.ends - episodes.starts) < config.context
+        fits[episodes.starts[short]] = True
+        self.window_starts = torch.nonzero(fits).squeeze(1)
+
+    def sample(self, batch_size: int) -> dict[str, Tensor]:
+        data, config, generator = self.episodes, self.config, self.generator
+        start = self.window_starts[goals.random_index(generator, (batch_size,), len(self.window_starts))]  # (B,)
+        end = data.end_of[start]
+        rows = start[:, None] + self.steps  # (B, K)
+        valid = rows < end[:, None]
+        rows = torch.minimum(rows, end[:, None] - 1)
+        last = rows[:, -1]
+        goal_rows = goals.geometric_future(generator, data, last, config.discount)
+        reached = torch.ones_like(goal_rows, dtype=torch.float32)
+        if config.p_random > 0.0:
+            swap = goals.uniform(generator, (batch_size,)) < config.p_random
+            goal_rows = torch.where(swap, goals.random_rows(generator, data, (batch_size,)), goal_rows)
+            reached = torch.where(swap, torch.zeros_like(reached), reached)
+        batch = {
+            "rows": start,
+            "goal_rows": goal_rows,
+            "observations": data.observations[rows],  # (B, K, d_s)
+            "actions": data.actions[rows],  # (B, K, d_a)
+            "goals": data.observations[goal_rows],  # (B, d_s)
+            "valid": valid,  # (B, K)
+            "reached": reached,  # (B,) 1 where the goal is this trajectory's own future
+        }
+        count = round(batch_size * config.context * config.flow_batch)
+        if count:
+            flow_rows = data.transitions[goals.random_index(generator, (count,), data.num_transitions)]
+            flow_goals = goals.geometric_future(generator, data, flow_rows, config.discount)
+            batch |= {
+                "flow_rows": flow_rows,
+                "flow_goal_rows": flow_goals,
+                "flow_observations": data.observations[flow_rows],  # (M, d_s)
+                "flow_actions": data.actions[flow_rows],  # (M, d_a)
+                "flow_goals": data.observations[flow_goals],  # (M, d_s)
+            }
+        return batch

@@ -1,0 +1,277 @@
+"""QHyer: Q-conditioned hybrid attention-Mamba transformer.
+
+Idea. A conditional flow estimates Q(s, a, g) = log p(g | s, a), the log-probability of reaching g, from hindsight
+goals. A causal decoder reads ([s;g], Q, a) tokens, predicts the best in-distribution Q by expectile regression,
+then the action conditioned on that Q; when acting, the predicted best Q takes the place of the data's Q.
+Paper. QHyer: Q-conditioned Hybrid Attention-mamba Transformer for Offline Goal-conditioned RL, ICML 2026.
+Code. None published that we know of; the flow follows Ghugare and Eysenbach (2025), Mamba follows mamba-ssm.
+Deviations. Token order, the sign of the expectile, the scale of Q, the goal laws and others that the paper
+leaves open: docs/deviations.md lists each with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from qhyer import losses
+from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.data.episodes import DataSpec
+from qhyer.data.samplers import WindowSamplerConfig
+from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
+from qhyer.nn.hybrid import Backbone, HybridDecoder
+from qhyer.nn.optim import adamw
+from qhyer.nn.tokens import Tokenization, Tokens
+
+Q_SCALE_RATE = 0.01  # Unspecified in the paper: rate of the running mean of |Q|
+Q_SCALE_FLOOR = 1e-3  # Unspecified in the paper: delta of its normalisation
+
+
+@dataclass(frozen=True)
+class QHyerConfig(AgentConfig):
+    context: int = 20
+    """K: steps of history the decoder sees"""
+    width: int = 256
+    """d_model"""
+    layers: int = 4
+    heads: int = 4
+    dropout: float = 0.1
+    state_size: int = 16
+    """N: Mamba's state per channel"""
+    expectile: float = 0.99
+    """tau of the Q regression: towards 1, the best Q in the data"""
+    discount: float = 0.99
+    """gamma of the goal law, Eq. (1)"""
+    p_random: float = 0.0
+    """chance of a random goal for a window; 0.2 on noisy data"""
+    flow_blocks: int = 6
+    flow_channels: int = 256
+    flow_noise: float = 0.05
+    """sigma: noise on the flow's goals in training, in standard deviations"""
+    encoder_width: int = 1024
+    encoder_layers: int = 4
+    representation: int = 64
+    """width of the state-action representation the flow is conditioned on"""
+    flow_batch: float = 0.25
+    """flow transitions per window step"""
+    weight_critic: float = 1.0
+    weight_bc: float = 1.0
+    weight_q: float = 1.0
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    warmup: int = 0
+    """updates over which the learning rate rises linearly"""
+    cosine: bool = False
+    """let the learning rate fall to zero along a cosine after the warm-up"""
+    backbone: Backbone = "hybrid"
+    """ablation: both branches, or one alone"""
+    conditioning: Literal["flow", "none", "rtg"] = "flow"
+    """ablation: what the Q token holds: the flow's Q, nothing (no token), or the return-to-go of the sparse reward"""
+    tokenization: Tokenization = "concat"
+    """ablation: goal beside the state, as a token of its own, or left out"""
+    regression: Literal["expectile", "quantile", "mse"] = "expectile"
+    """ablation: how Q-hat is fitted"""
+
+
+class QHyer(Agent):
+    Config = QHyerConfig
+    config: QHyerConfig
+
+    def __init__(self, config: QHyerConfig, spec: DataSpec) -> None:
+        super().__init__(config, spec)
+        d = config.width
+        self.critic: nn.ModuleDict | None = None
+        if config.conditioning == "flow":
+            self.critic = nn.ModuleDict(
+                {
+                    "encoder": SAEncoder(
+                        spec.observation_dim + spec.action_dim,
+                        config.encoder_width,
+                        config.encoder_layers,
+                        config.representation,
+                    ),
+                    "flow": ConditionalRealNVP(
+                        spec.goal_dim, config.representation, config.flow_blocks, config.flow_channels
+                    ),
+                }
+            )
+        self.tokens = Tokens(
+            spec.observation_dim,
+            spec.action_dim,
+            spec.observation_dim,
+            d,
+            config.context,
+            config.tokenization,
+            with_q=config.conditioning != "none",
+        )
+        self.decoder = HybridDecoder(
+            d, config.layers, config.heads, config.dropout, config.backbone, config.state_size
+        )
+        self.q_head = nn.Linear(d, 1) if config.conditioning != "none" else None
+        self.action_head = nn.Linear(d, spec.action_dim)
+        # Mean |Q| of the data, running: the batch mean of the paper's Q normalisation does not exist when acting.
+        self.register_buffer("q_scale", torch.ones(()))
+        self.register_buffer("q_seen", torch.zeros(()))
+        self.optimizer = adamw(self.parameters(), config.learning_rate, config.weight_decay)
+
+    q_scale: Tensor
+    q_seen: Tensor
+
+    # -------------------------------------------------------------------------------------------- the critic
+
+    def log_density(self, observations: Tensor, actions: Tensor, goals: Tensor) -> Tensor:
+        """Eq. (4): Q(s, a, g) = log p(g | s, a), goals in standard units of the goal coordinates; all (..., d)."""
+        assert self.critic is not None
+        context = self.critic["encoder"](self.normalize(observations), actions)
+        # The flow itself stays in full precision: log-densities are differences of large numbers.
+        with torch.autocast(observations.device.type, enabled=False):
+            return self.critic["flow"].log_prob(goals.float(), context.float())  # type: ignore[operator]
+
+    def goal_coordinates(self, goals: Tensor) -> Tensor:
+        """Raw goal observations (..., d_s) -> the standardised coordinates that make the goal (..., d_g)."""
+        return self.normalize(goals)[..., self.goal_indices]
+
+    def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Eq. (5): maximum likelihood of hindsight goals, with noise on the goals (the denoising of Alg. 1)."""
+        goals = self.goal_coordinates(batch["flow_goals"])
+        goals = goals + self.config.flow_noise * torch.randn_like(goals)
+        log_p = self.log_density(batch["flow_observations"], batch["flow_actions"], goals)  # (M,)
+        loss = -log_p.mean()
+        return loss, {"critic/nll": loss.detach(), "critic/log_p_std": log_p.detach().std()}
+
+    @torch.no_grad()
+    def q_values(self, batch: Batch) -> Tensor:
+        """The Q tokens and targets of a window (B, K), normalised. No gradient: the flow learns from Eq. (5) alone."""
+        observations, actions = batch["observations"], batch["actions"]
+        if self.config.conditioning == "rtg":  # sum of 1[s = g] to come: one where the goal is on this trajectory
+            return batch["reached"][:, None].expand(observations.shape[:2])
+        goals = self.goal_coordinates(batch["goals"])[:, None].expand(-1, observations.shape[1], -1)
+        q = self.log_density(observations, actions, goals)  # (B, K)
+        if self.training:
+            mean = losses.masked_mean(q.abs(), batch["valid"])
+            # The first batch sets the scale, later ones move it.
+            rate = torch.where(self.q_seen > 0, Q_SCALE_RATE, 1.0)
+            self.q_scale.lerp_(mean, rate)
+            self.q_seen.fill_(1.0)
+        return q / (self.q_scale + Q_SCALE_FLOOR)
+
+    # --------------------------------------------------------------------------------------------- the actor
+
+    def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
+        """Eqs. (15) and (10): imitate the action given Q, and regress the best Q. Returns L_BC, L_Q, metrics."""
+        config = self.config
+        observations = self.normalize(batch["observations"])  # (B, K, d_s)
+        goals = self.normalize(batch["goals"])[:, None].expand(-1, config.context, -1)
+        q = self.q_values(batch) if self.q_head is not None else None  # (B, K)
+        x = self.tokens(observations, goals, q, batch["actions"])
+        h, _ = self.decoder(x)
+        h = h.unflatten(1, (config.context, self.tokens.per_step))  # (B, K, tokens, d)
+        mean = self.action_head(h[:, :, self.tokens.action_from]).float()  # (B, K, d_a)
+        # Unspecified in the paper: the action is Gaussian with a fixed unit variance, OGBench's convention.
+        bc = losses.masked_mean(losses.gaussian_nll(mean, batch["actions"]), batch["valid"])  # Eq. (15)
+        error = losses.masked_mean((mean - batch["actions"]).square().mean(-1), batch["valid"])
+        metrics: Metrics = {"actor/bc": bc.detach(), "actor/mse": error.detach()}
+        if self.q_head is None or q is None:
+            return bc, bc.new_zeros(()), metrics
+        q_hat = self.q_head(h[:, :, self.tokens.state_at]).squeeze(-1).float()  # (B, K)
+        # u = Q - Q-hat as in Eq. (10); Algorithm 1 prints the arguments swapped, which would fit the lower tail.
+        u = q - q_hat
+        if config.regression == "expectile":
+            per_token = losses.expectile(u, config.expectile)
+        elif config.regression == "quantile":
+            per_token = losses.quantile(u, config.expectile)
+        else:
+            per_token = losses.mse(u)
+        regression = losses.masked_mean(per_token, batch["valid"])
+        metrics |= {
+            "actor/q_loss": regression.detach(),
+            "q/mean": losses.masked_mean(q, batch["valid"]),
+            "q/hat_minus_q": losses.masked_mean(-u.detach(), batch["valid"]),
+            "q/scale": self.q_scale.clone(),
+        }
+        return bc, regression, metrics
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Eq. (14): the three losses, jointly."""
+        config = self.config
+        bc, regression, metrics = self.actor_loss(batch)
+        total = config.weight_bc * bc + config.weight_q * regression
+        if self.critic is not None:
+            nll, critic_metrics = self.critic_loss(batch)
+            total = total + config.weight_critic * nll
+            metrics |= critic_metrics
+        return total, {"loss": total.detach(), **metrics}
+
+    def _schedule(self, step: int) -> float:
+        config = self.config
+        factor = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
+        if config.cosine and step >= config.warmup:
+            progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+            factor *= 0.5 * (1.0 + float(torch.cos(torch.tensor(torch.pi * progress, dtype=torch.float64))))
+        return factor
+
+    def stages(self) -> tuple[Stage, ...]:
+        config = self.config
+        sampler = WindowSamplerConfig(
+            context=config.context,
+            discount=config.discount,
+            p_random=config.p_random,
+            flow_batch=config.flow_batch if config.conditioning == "flow" else 0.0,
+        )
+        return (
+            Stage(
+                "joint",
+                config.steps,
+                config.batch_size,
+                sampler,
+                self.loss,
+                (self.optimizer,),
+                grad_clip=config.grad_clip,
+                schedule=self._schedule if config.warmup or config.cosine else None,
+            ),
+        )
+
+    # ---------------------------------------------------------------------------------------------- acting
+
+    @torch.no_grad()
+    def act(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
+        """Algorithm 1: predict the best Q at the state token, write it into the Q token, read the action there.
+
+        Stage 2 adds one token to stage 1's sequence, so it runs through stage 1's cache: exact, and no second
+        pass over the window.
+        """
+        observations = observation[:, None] if memory is None else torch.cat(
+            [memory["observations"], observation[:, None]], dim=1
+        )  # (n, T, d_s), T <= K
+        steps = observations.shape[1]
+        s = self.normalize(observations)
+        g = self.normalize(goal)[:, None].expand(-1, steps, -1)
+        current = self.tokens.state_tokens(s[:, -1:], g[:, -1:], first=steps - 1).flatten(1, 2)  # (n, 1 or 2, d)
+        if memory is not None:
+            past = self.tokens(s[:, :-1], g[:, :-1], memory.get("q"), memory["actions"])
+            current = torch.cat([past, current], dim=1)
+        h, cache = self.decoder(current)
+        after: Memory = {"observations": observations}
+        if self.q_head is not None:
+            q_hat = self.q_head(h[:, -1])  # (n, 1): stage 1
+            h, _ = self.decoder(self.tokens.q_token(q_hat, first=steps - 1), cache)  # stage 2: one more token
+            after["q"] = q_hat if memory is None else torch.cat([memory["q"], q_hat], dim=1)
+        action = self.action_head(h[:, -1]).clamp(-1.0, 1.0)
+        after["actions"] = (
+            action[:, None] if memory is None else torch.cat([memory["actions"], action[:, None]], dim=1)
+        )
+        keep = self.config.context - 1
+        if keep == 0:
+            return action, None
+        return action, {key: value[:, -keep:] for key, value in after.items()}
+
+    @torch.no_grad()
+    def readout(self, batch: Batch) -> list[dict[str, Tensor]]:
+        """Per block, on a batch of windows: alpha, Delta_t and A_bar_t (the paper's memory analysis)."""
+        observations = self.normalize(batch["observations"])
+        goals = self.normalize(batch["goals"])[:, None].expand(-1, observations.shape[1], -1)
+        q = self.q_values(batch) if self.q_head is not None else None
+        return self.decoder.readout(self.tokens(observations, goals, q, batch["actions"]))

@@ -1,0 +1,54 @@
+"""Environments for evaluation: OGBench's, with the seeding they need to be reproducible."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import numpy as np
+
+from qhyer.errors import UserError
+from qhyer.rng import global_numpy
+
+
+def make(environment: str) -> Any:
+    """A gymnasium environment by its id. No renderer is started."""
+    os.environ.setdefault("MUJOCO_GL", "disable")
+    warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
+    import gymnasium
+    import ogbench  # noqa: F401  (registers its environments)
+
+    try:
+        return gymnasium.make(environment, disable_env_checker=True)
+    except gymnasium.error.Error as error:
+        raise UserError(f"no environment is called {environment!r}: {error}") from error
+
+
+def num_tasks(env: Any) -> int:
+    return int(env.unwrapped.num_tasks)
+
+
+def seeded_reset(env: Any, seed: int, task: int) -> tuple[np.ndarray, np.ndarray]:
+    """Reset that depends on the seed alone -> (observation, goal).
+
+    `reset(seed=...)` is not enough: OGBench's mazes draw from numpy's global generator and the manipulation tasks
+    settle with `action_space.sample()`; both are seeded here.
+    """
+    with global_numpy(seed):
+        env.action_space.seed(seed % 2**31)
+        env.unwrapped.action_space.seed(seed % 2**31)
+        observation, info = env.reset(seed=seed % 2**31, options={"task_id": task})
+    return np.asarray(observation, dtype=np.float32), np.asarray(info["goal"], dtype=np.float32)
+
+
+def maze_geometry(env: Any) -> dict[str, np.ndarray] | None:
+    """Walls and scale of a maze: cell (i, j) is centred at (j * unit - offset_x, i * unit - offset_y)."""
+    maze = env.unwrapped
+    if not hasattr(maze, "maze_map"):
+        return None
+    return {
+        "maze_map": np.asarray(maze.maze_map),
+        "maze_unit": np.asarray(float(maze._maze_unit)),
+        "maze_offset": np.asarray([float(maze._offset_x), float(maze._offset_y)]),
+    }

@@ -1,0 +1,110 @@
+"""The hybrid decoder: attention and Mamba in parallel, mixed by a learned gate (Section 3.2 of the paper).
+
+    alpha = sigmoid(w^T x + b),   y = alpha y_attn + (1 - alpha) y_mamba        per token
+    x <- x + y;   x <- x + MLP(LN(x))                                           pre-norm
+
+Both branches see the full normalised input. `backbone` selects one branch alone for the ablation.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qhyer.nn.attention import CausalAttention, KeyValues
+from qhyer.nn.mamba import Mamba, MambaState
+
+Backbone = Literal["hybrid", "attention", "mamba"]
+
+
+class BlockCache(NamedTuple):
+    attention: KeyValues | None
+    mamba: MambaState | None
+
+
+Cache = list[BlockCache]
+
+
+class HybridBlock(nn.Module):
+    def __init__(
+        self, dim: int, heads: int, dropout: float, backbone: Backbone = "hybrid", state_size: int = 16
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.norm = nn.LayerNorm(dim)
+        self.attention = CausalAttention(dim, heads, dropout) if backbone != "mamba" else None
+        self.mamba = Mamba(dim, state_size) if backbone != "attention" else None
+        self.gate = nn.Linear(dim, 1) if backbone == "hybrid" else None
+        if self.gate is not None:
+            nn.init.zeros_(self.gate.weight)  # alpha = 1/2 everywhere at the start
+            nn.init.zeros_(self.gate.bias)
+        self.dropout = nn.Dropout(dropout)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: Tensor, cache: BlockCache | None = None) -> tuple[Tensor, BlockCache]:
+        h = self.norm(x)
+        keys, state = None, None
+        if self.attention is not None:
+            y_attention, keys = self.attention(h, cache.attention if cache else None)
+            y = y_attention
+        if self.mamba is not None:
+            past = cache.mamba if cache else None
+            if past is not None and h.shape[1] == 1:
+                y_mamba, state = self.mamba.step(h[:, 0], past)
+                y_mamba = y_mamba[:, None]
+            else:
+                y_mamba, state = self.mamba(h, past)
+            y = y_mamba
+        if self.gate is not None:
+            alpha = torch.sigmoid(self.gate(h))  # (B, L, 1)
+            y = alpha * y_attention + (1.0 - alpha) * y_mamba
+        x = x + self.dropout(y)
+        return x + self.mlp(x), BlockCache(keys, state)
+
+
+class HybridDecoder(nn.Module):
+    """A stack of blocks and a final norm. Causal: output i depends on tokens up to i only."""
+
+    def __init__(
+        self,
+        dim: int,
+        layers: int,
+        heads: int,
+        dropout: float = 0.0,
+        backbone: Backbone = "hybrid",
+        state_size: int = 16,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HybridBlock(dim, heads, dropout, backbone, state_size) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
+        """x (B, L, d), the tokens after those in `cache` -> outputs (B, L, d) and the cache of all of them.
+
+        A window followed by single tokens through the cache gives what one pass over all tokens gives.
+        """
+        after: Cache = []
+        for i, block in enumerate(self.blocks):
+            x, block_cache = block(x, cache[i] if cache is not None else None)
+            after.append(block_cache)
+        return self.norm(x), after
+
+    @torch.no_grad()
+    def readout(self, x: Tensor) -> list[dict[str, Tensor]]:
+        """Per block, on these tokens: the gate alpha (B, L), Mamba's Delta_t (B, L, E) and A_bar_t (B, L, E, N)."""
+        readouts = []
+        for block in self.blocks:
+            assert isinstance(block, HybridBlock)
+            h = block.norm(x)
+            values: dict[str, Tensor] = {}
+            if block.gate is not None:
+                values["alpha"] = torch.sigmoid(block.gate(h)).squeeze(-1)
+            if block.mamba is not None:
+                values.update(block.mamba.readout(h))
+            readouts.append(values)
+            x, _ = block(x)
+        return readouts

@@ -1,0 +1,107 @@
+"""A Mamba mixer (Gu and Dao, 2024) as Decision Mamba uses it, Eqs. (6) to (8), in plain PyTorch.
+
+    x, z = W_in v;  x' = SiLU(Conv1d(x));  (delta, B, C) = W_x x';  Delta = softplus(W_Delta delta + b)
+    y = scan(x', Delta, A, B, C, D);  out = W_out (y * SiLU(z))
+
+Letters: d model width · E inner width (expand * d) · N state size · R rank of Delta · L tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qhyer.nn.scan import selective_scan, selective_scan_step
+
+
+class MambaState(NamedTuple):
+    """All a mixer needs of the past: the last inputs of the convolution and the state of the scan."""
+
+    conv: Tensor  # (B, width - 1, E)
+    ssm: Tensor  # (B, E, N)
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Depth-wise convolution over already left-padded inputs (B, width - 1 + L, E) -> (B, L, E).
+
+    A sum of shifted products: no transposition to channel-first, and fast on a CPU at these widths.
+    """
+    width = weight.shape[1]
+    length = x.shape[1] - width + 1
+    out = bias + x[:, :length] * weight[:, 0]
+    for j in range(1, width):
+        out = out + x[:, j : j + length] * weight[:, j]
+    return out
+
+
+class Mamba(nn.Module):
+    def __init__(self, dim: int, state_size: int = 16, conv_width: int = 4, expand: int = 2) -> None:
+        super().__init__()
+        inner, rank = expand * dim, math.ceil(dim / 16)
+        self.inner, self.rank, self.state_size, self.conv_width = inner, rank, state_size, conv_width
+        self.in_proj = nn.Linear(dim, 2 * inner, bias=False)
+        self.conv_weight = nn.Parameter(torch.empty(inner, conv_width).uniform_(-1, 1) / math.sqrt(conv_width))
+        self.conv_bias = nn.Parameter(torch.empty(inner).uniform_(-1, 1) / math.sqrt(conv_width))
+        self.x_proj = nn.Linear(inner, rank + 2 * state_size, bias=False)
+        self.dt_proj = nn.Linear(rank, inner)
+        self.A_log = nn.Parameter(torch.arange(1, state_size + 1).float().log().repeat(inner, 1))  # (E, N)
+        self.D = nn.Parameter(torch.ones(inner))
+        self.out_proj = nn.Linear(inner, dim, bias=False)
+        # softplus(bias) log-uniform in [1e-3, 1e-1]: memories from tens to thousands of steps at the start. A
+        # generic initialisation of Linear biases would set every step to softplus(0) = 0.69 and forget at once.
+        with torch.no_grad():
+            nn.init.uniform_(self.dt_proj.weight, -(rank**-0.5), rank**-0.5)
+            step = torch.exp(torch.rand(inner) * (math.log(1e-1) - math.log(1e-3)) + math.log(1e-3))
+            self.dt_proj.bias.copy_(step + torch.log(-torch.expm1(-step)))  # inverse of softplus
+        for parameter in (self.A_log, self.D, self.dt_proj.bias):
+            parameter.no_decay = True  # type: ignore[attr-defined]
+
+    def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Eq. (8): the input decides its step size, its way in and its way out. x' (..., E) -> Delta, B, C."""
+        dt, B, C = self.x_proj(x).split([self.rank, self.state_size, self.state_size], dim=-1)
+        return F.softplus(self.dt_proj(dt).float()), B, C
+
+    @property
+    def A(self) -> Tensor:
+        return -torch.exp(self.A_log.float())
+
+    def initial_state(self, batch: int, like: Tensor) -> MambaState:
+        return MambaState(
+            like.new_zeros(batch, self.conv_width - 1, self.inner),
+            torch.zeros(batch, self.inner, self.state_size, device=like.device, dtype=self.A_log.dtype),
+        )
+
+    def forward(self, v: Tensor, state: MambaState | None = None) -> tuple[Tensor, MambaState]:
+        """v (B, L, d), continuing from `state` -> outputs (B, L, d) and the state after them."""
+        x, z = self.in_proj(v).chunk(2, dim=-1)  # (B, L, E) each
+        if state is None:
+            padded = F.pad(x, (0, 0, self.conv_width - 1, 0))
+        else:
+            padded = torch.cat([state.conv.to(x.dtype), x], dim=1)
+        x = F.silu(causal_conv(padded, self.conv_weight, self.conv_bias))  # Eq. (6)
+        delta, B, C = self._select(x)
+        y, ssm = selective_scan(x, delta, self.A, B, C, self.D, None if state is None else state.ssm)
+        after = MambaState(padded[:, padded.shape[1] - self.conv_width + 1 :], ssm)
+        return self.out_proj(y.to(v.dtype) * F.silu(z)), after
+
+    def step(self, v: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
+        """One token: v (B, d)."""
+        x, z = self.in_proj(v).chunk(2, dim=-1)  # (B, E)
+        window = torch.cat([state.conv.to(x.dtype), x[:, None]], dim=1)  # (B, width, E)
+        x = F.silu(causal_conv(window, self.conv_weight, self.conv_bias)[:, 0])
+        delta, B, C = self._select(x)
+        y, ssm = selective_scan_step(x, delta, self.A, B, C, self.D, state.ssm)
+        return self.out_proj(y.to(v.dtype) * F.silu(z)), MambaState(window[:, 1:], ssm)
+
+    @torch.no_grad()
+    def readout(self, v: Tensor) -> dict[str, Tensor]:
+        """What the selection does on these inputs: Delta_t (B, L, E) and A_bar_t = exp(Delta_t A) (B, L, E, N)."""
+        x, _ = self.in_proj(v).chunk(2, dim=-1)
+        padded = F.pad(x, (0, 0, self.conv_width - 1, 0))
+        x = F.silu(causal_conv(padded, self.conv_weight, self.conv_bias))
+        delta, _, _ = self._select(x)
+        return {"delta": delta, "A_bar": torch.exp(delta[..., None] * self.A)}  # Eq. (13)

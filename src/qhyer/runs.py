@@ -1,0 +1,129 @@
+"""A run: one training on disk, and the agent in it.
+
+    RUN/run.json         what was trained, on what, with which versions and command
+        metrics.jsonl    deterministic: the same for the same seed
+        timings.jsonl    wall-clock seconds at the same steps
+        checkpoints/     see checkpoint.py
+        episodes.csv     one row per evaluation episode
+        rollouts/        observations of a few evaluation episodes
+        analyses/        what `qhyer analyze` wrote
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from qhyer import agents, checkpoint, envs
+from qhyer.agent import Agent
+from qhyer.config import from_dict
+from qhyer.data.episodes import DataSpec
+from qhyer.errors import UserError
+from qhyer.evaluate import EpisodeResult
+from qhyer.records import EpisodeRow, add_rows
+from qhyer.rng import stream_seed
+from qhyer.storage import atomic_file
+
+VERSIONED = ("qhyer", "torch", "numpy", "ogbench", "gymnasium", "mujoco", "safetensors")
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything a number may depend on."""
+    found = {"python": platform.python_version()}
+    for package in VERSIONED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            from qhyer import __version__
+
+            found[package] = __version__ if package == "qhyer" else "unknown"
+    return found
+
+
+def hardware(device: str) -> str:
+    if device.startswith("cuda"):
+        return f"{torch.cuda.get_device_name()} ({platform.machine()})"
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def read(run: Path) -> dict[str, Any]:
+    """run.json of a run's folder."""
+    path = Path(run) / "run.json"
+    if not path.is_file():
+        raise UserError(f"{run} is not a run: it has no run.json (`qhyer train` makes runs)")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+
+
+def build_agent(name: str, config: Any, spec: DataSpec, seed: int) -> Agent:
+    """A fresh agent; its initial weights depend on the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream_seed(seed, "init"))
+        return agents.load(name)(config, spec)
+
+
+def load_agent(run: Path, step: int | None = None, device: str = "cpu") -> tuple[Agent, int]:
+    """The trained agent of a run, ready to act, and the updates it has had."""
+    info = read(run)
+    folder = Path(run) / "checkpoints"
+    path = checkpoint.latest(folder) if step is None else folder / f"{step:08d}"
+    if not path.is_dir():
+        raise UserError(f"{run} has no checkpoint of step {step}; it has {checkpoint.steps(folder)}")
+    saved = checkpoint.load(path, device)
+    config = from_dict(agents.load(info["agent"]).Config, info["config"])
+    agent = build_agent(info["agent"], config, from_dict(DataSpec, info["spec"]), info["seed"])
+    agent.to(device).load_state_dict(saved.agent)
+    return agent.eval(), int(saved.state["step"])
+
+
+def save_evaluation(run: Path, step: int, results: Sequence[EpisodeResult], environment: str) -> None:
+    """Adds the evaluation's rows to the run, and its recorded rollouts."""
+    info = read(run)
+    rows = [
+        EpisodeRow(
+            run=Path(run).resolve().name,
+            agent=info["agent"],
+            preset=info["preset"],
+            dataset=info["dataset"],
+            seed=info["seed"],
+            step=step,
+            task=r.spec.task,
+            episode=r.spec.episode,
+            env_seed=r.spec.seed,
+            success=int(r.success),
+            length=r.length,
+            seconds=round(r.seconds, 3),
+        )
+        for r in results
+    ]
+    add_rows(Path(run) / "episodes.csv", rows)
+    recorded = [(r, r.observations) for r in results if r.observations is not None]
+    if not recorded:
+        return
+    longest = max(len(o) for _, o in recorded)
+    padded = np.full((len(recorded), longest, recorded[0][1].shape[1]), np.nan, dtype=np.float32)
+    for i, (_, observations) in enumerate(recorded):
+        padded[i, : len(observations)] = observations
+    env = envs.make(environment)
+    geometry = envs.maze_geometry(env) or {}
+    env.close()
+    arrays: dict[str, Any] = {
+        "task": np.array([r.spec.task for r, _ in recorded]),
+        "episode": np.array([r.spec.episode for r, _ in recorded]),
+        "success": np.array([r.success for r, _ in recorded]),
+        "length": np.array([r.length for r, _ in recorded]),
+        "observations": padded,
+        "goals": np.stack([r.goal for r, _ in recorded]),
+        **geometry,
+    }
+    with atomic_file(Path(run) / "rollouts" / f"{step:08d}.npz") as temporary, open(temporary, "wb") as file:
+        np.savez_compressed(file, **arrays)

@@ -1,0 +1,420 @@
+"""One loop for every agent: sample, loss, backward, clip, step; log, evaluate, save; resume bit-exactly.
+
+Everything that decides the next update is in the checkpoint: weights, optimiser moments, the sampler's generator,
+torch's own generator (dropout, noise), the running sums of the metrics. Wall-clock times go to a file of their own,
+so that metrics.jsonl of an interrupted run equals that of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qhyer import checkpoint, runs
+from qhyer.agent import Agent, AgentConfig, Batch, Metrics, Sampler, Stage
+from qhyer.config import fingerprint, to_dict
+from qhyer.data import registry
+from qhyer.data.episodes import Episodes
+from qhyer.errors import UserError
+from qhyer.evaluate import EvalConfig, evaluate, success_rate
+from qhyer.progress import Progress
+from qhyer.rng import stream_seed
+from qhyer.storage import atomic_file, write_json
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to run a training, as opposed to what is trained (the agent's own configuration)."""
+
+    seed: int = 0
+    device: str = "auto"
+    """cpu, cuda, or auto: cuda where there is one"""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: matrix products in bfloat16; scan, log-densities and losses stay in float32"""
+    log_every: int = 100
+    """updates between two lines of metrics"""
+    save_every: int = 5000
+    """updates between two checkpoints; the last update is always saved"""
+    keep: int = 2
+    """checkpoints kept"""
+    eval_every: int = 0
+    """updates between two evaluations while training; 0: none"""
+    eval_episodes: int = 10
+    """episodes per task in those evaluations"""
+    tensorboard: bool = False
+    """also write TensorBoard events (needs the extra qhyer[tensorboard])"""
+
+
+class NonFinite(UserError):
+    """The loss became NaN or infinite; the message says where the batch was saved."""
+
+
+class Update:
+    """One gradient update of a stage, eagerly. The order of its parts is the definition of a step."""
+
+    def __init__(self, agent: Agent, stage: Stage, sampler: Sampler, precision: str, device: torch.device) -> None:
+        self.agent, self.stage, self.sampler, self.device = agent, stage, sampler, device
+        self.autocast = precision == "bf16"
+        self.parameters = [p for o in stage.optimizers for group in o.param_groups for p in group["params"]]
+        self.base_rates = [[float(g["lr"]) for g in o.param_groups] for o in stage.optimizers]
+
+    def set_rates(self, step: int) -> None:
+        if self.stage.schedule is None:
+            return
+        factor = self.stage.schedule(step)
+        for optimizer, rates in zip(self.stage.optimizers, self.base_rates):
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate * factor
+
+    def __call__(self, step: int) -> tuple[Metrics, Batch]:
+        self.set_rates(step)
+        batch = self.sampler.sample(self.stage.batch_size)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            loss, metrics = self.stage.loss(batch)
+        if self.device.type == "cpu" and not torch.isfinite(loss):
+            raise FloatingPointError  # before the weights are touched
+        for optimizer in self.stage.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        metrics = {"loss": loss.detach(), **metrics}
+        if self.stage.grad_clip is not None:
+            metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(self.parameters, self.stage.grad_clip)
+        for optimizer in self.stage.optimizers:
+            optimizer.step()
+        if self.stage.after_step is not None:
+            self.stage.after_step()
+        return metrics, batch
+
+
+def resolve_device(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("no CUDA device is usable here; use --device cpu, or ask `qhyer doctor`")
+    return device
+
+
+def default_run_dir(agent: str, preset: str, dataset: str, config: AgentConfig, train: TrainConfig) -> Path:
+    """runs/DATASET/AGENT-PRESET-sSEED-HASH: another configuration, another folder."""
+    name = f"{agent}-{preset}-s{train.seed}-{fingerprint([to_dict(config), train.precision])}"
+    return Path("runs") / dataset / name
+
+
+def is_finished(run: Path, config: AgentConfig) -> bool:
+    """Whether a run has the checkpoint of its last update."""
+    found = checkpoint.steps(Path(run) / "checkpoints")
+    return bool(found) and found[-1] >= config.steps
+
+
+@contextlib.contextmanager
+def _stop_on_sigterm() -> Iterator[threading.Event]:
+    """SIGTERM asks for a stop after the current update instead of ending the process."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Metrics:
+    """Means of each metric since the last line; the sums are part of the checkpoint."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.count = 0
+
+    def add(self, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            value = value.detach().double()
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self.count += 1
+
+    def take(self) -> dict[str, float]:
+        means = {name: float(total) / self.count for name, total in self.sums.items()}
+        self.sums, self.count = {}, 0
+        return means
+
+
+def _truncate_jsonl(path: Path, step: int) -> None:
+    """Keep the lines up to this step: a resumed run writes the later ones again."""
+    if path.is_file():
+        lines = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+        with atomic_file(path) as temporary:
+            temporary.write_text("".join(line + "\n" for line in lines))
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return float("inf")  # a line cut short by a kill
+
+
+def train(
+    agent_name: str,
+    dataset: str,
+    config: AgentConfig,
+    train_config: TrainConfig,
+    *,
+    preset: str = "custom",
+    run: Path | None = None,
+    resume: bool = False,
+    episodes: Episodes | None = None,
+    environment: str | None = None,
+    quiet: bool = False,
+    on_step: Callable[[int], None] | None = None,
+) -> Path:
+    """Trains and returns the run's folder. `episodes` may be given instead of loading `dataset` from disk.
+
+    A finished run is left as it is. An unfinished one needs `resume`, so that nothing is overwritten by accident.
+    """
+    device = resolve_device(train_config.device)
+    run = Path(run) if run is not None else default_run_dir(agent_name, preset, dataset, config, train_config)
+    folder = run / "checkpoints"
+    if (run / "run.json").is_file() and is_finished(run, config):
+        if not quiet:
+            print(f"{run} is finished ({config.steps} updates); nothing to do")
+        return run
+    if checkpoint.steps(folder) and not resume:
+        raise UserError(
+            f"{run} holds an unfinished run at update {checkpoint.steps(folder)[-1]}: "
+            "continue it with --resume, or remove the folder to start again"
+        )
+    registered = registry.DATASETS.get(dataset)
+    if episodes is None:
+        episodes, registered = registry.load(dataset, device)
+    else:
+        episodes = episodes.to(device)
+    environment = environment or (registered.environment if registered else None)
+    agent = runs.build_agent(agent_name, config, episodes.spec(), train_config.seed).to(device)
+    info = {
+        "agent": agent_name,
+        "preset": preset,
+        "dataset": episodes.name,
+        "environment": environment,
+        "seed": train_config.seed,
+        "config": to_dict(config),
+        "train": to_dict(train_config),
+        "data": {
+            "fingerprint": episodes.fingerprint,
+            "episodes": episodes.num_episodes,
+            "transitions": episodes.num_transitions,
+        },
+        "spec": to_dict(episodes.spec()),
+        "versions": runs.versions(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "hardware": runs.hardware(device),
+        "parameters": sum(p.numel() for p in agent.parameters()),
+    }
+    if resume and (run / "run.json").is_file():
+        _check_same_run(run, info)
+    else:
+        write_json(run / "run.json", info)
+    loop = _Loop(run, agent, episodes, train_config, torch.device(device), environment, quiet, on_step)
+    return loop.run_all(resume)
+
+
+def _check_same_run(run: Path, info: dict[str, Any]) -> None:
+    """A resumed run must be the same run: same agent, configuration, data."""
+    before = runs.read(run)
+    for key in ("agent", "dataset", "seed", "config", "spec"):
+        if before.get(key) != info[key]:
+            raise UserError(f"{run} was trained with another {key}; resume it with the same one, or choose another --out")
+    if before["data"]["fingerprint"] != info["data"]["fingerprint"]:
+        raise UserError(f"{run} was trained on other data (fingerprint differs); resume it with the same file")
+
+
+class _Loop:
+    def __init__(
+        self,
+        run: Path,
+        agent: Agent,
+        episodes: Episodes,
+        config: TrainConfig,
+        device: torch.device,
+        environment: str | None,
+        quiet: bool,
+        on_step: Callable[[int], None] | None,
+    ) -> None:
+        self.run, self.agent, self.episodes, self.config, self.device = run, agent, episodes, config, device
+        self.environment, self.quiet, self.on_step = environment, quiet, on_step
+        self.folder = run / "checkpoints"
+        self.stages = agent.stages()
+        self.total = sum(stage.steps for stage in self.stages)
+        self.step = 0  # over all stages
+        self.metrics = _Metrics()
+        self.generator = torch.Generator(device=device)
+        self.seconds_before = 0.0
+        self.writer: Any = None
+
+    # ------------------------------------------------------------------------------------------- state
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        unique: dict[int, torch.optim.Optimizer] = {}
+        for stage in self.stages:
+            for optimizer in stage.optimizers:
+                unique[id(optimizer)] = optimizer
+        return list(unique.values())
+
+    def save(self) -> Path:
+        tensors, groups = checkpoint.pack_optimizers(self._optimizers())
+        tensors["rng/sampler"] = self.generator.get_state()
+        tensors["rng/torch"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
+        for name, value in self.metrics.sums.items():
+            tensors[f"metrics/{name}"] = value
+        state = {
+            "step": self.step,
+            "optimizers": groups,
+            "metrics_count": self.metrics.count,
+            "seconds": self.seconds,
+        }
+        return checkpoint.save(self.folder, self.step, self.agent.state_dict(), tensors, state, self.config.keep)
+
+    def restore(self) -> None:
+        saved = checkpoint.load(checkpoint.latest(self.folder), self.device)
+        self.agent.load_state_dict(saved.agent)
+        checkpoint.unpack_optimizers(self._optimizers(), saved.training, saved.state["optimizers"])
+        self.generator.set_state(saved.training["rng/sampler"])
+        torch.set_rng_state(saved.training["rng/torch"])
+        if "rng/cuda" in saved.training and self.device.type == "cuda":
+            torch.cuda.set_rng_state(saved.training["rng/cuda"], self.device)
+        prefix = "metrics/"
+        self.metrics.sums = {
+            name[len(prefix) :]: value.to(self.device)
+            for name, value in saved.training.items()
+            if name.startswith(prefix)
+        }
+        self.metrics.count = saved.state["metrics_count"]
+        self.step = saved.state["step"]
+        self.seconds_before = saved.state["seconds"]
+        for name in ("metrics.jsonl", "timings.jsonl"):
+            _truncate_jsonl(self.run / name, self.step)
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_before + time.perf_counter() - self.begun
+
+    # -------------------------------------------------------------------------------------------- loop
+
+    def run_all(self, resume: bool) -> Path:
+        self.begun = time.perf_counter()
+        checkpoint.clean(self.folder)
+        self.generator.manual_seed(stream_seed(self.config.seed, "data"))
+        # torch's global generator serves dropout and noise; put back afterwards what the caller had.
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), _stop_on_sigterm() as stop:
+            torch.manual_seed(stream_seed(self.config.seed, "train"))
+            if resume and checkpoint.steps(self.folder):
+                self.restore()
+            else:
+                for name in ("metrics.jsonl", "timings.jsonl"):
+                    (self.run / name).unlink(missing_ok=True)
+            if self.config.tensorboard:
+                self.writer = _tensorboard(self.run)
+            description = f"{runs.read(self.run)['agent']} on {self.episodes.name}"
+            with Progress(description, self.total, self.quiet, start=self.step) as self.progress:
+                done = 0
+                for stage in self.stages:
+                    if self.step < done + stage.steps:
+                        self._run_stage(stage, done, stop)
+                    done += stage.steps
+                    if stop.is_set():
+                        break
+        if self.writer is not None:
+            self.writer.close()
+        if stop.is_set() and self.step < self.total:
+            print(f"stopped by SIGTERM; saved update {self.step} of {self.total}. Continue with --resume.", flush=True)
+            raise SystemExit(0)
+        return self.run
+
+    def _run_stage(self, stage: Stage, first: int, stop: threading.Event) -> None:
+        sampler = stage.sampler.build(self.episodes, self.generator)
+        update = Update(self.agent, stage, sampler, self.config.precision, self.device)
+        self.agent.train()
+        last = first + stage.steps
+        while self.step < last:
+            before = self.generator.get_state() if self.device.type == "cpu" else None
+            try:
+                metrics, _ = update(self.step - first)
+            except FloatingPointError:
+                self._dump_and_stop(stage, sampler, before)
+            self.metrics.add(metrics)
+            self.step += 1
+            if self.on_step is not None:
+                self.on_step(self.step)
+            if self.step % self.config.log_every == 0 or self.step == last:
+                self._log(stage, sampler, before)
+            self.progress.advance(self.step)
+            if self.step == last and stage.finish is not None:
+                stage.finish(self.episodes)
+            due = self.config.save_every and self.step % self.config.save_every == 0
+            if due or self.step == last or stop.is_set():
+                self.save()
+            if self.config.eval_every and self.step % self.config.eval_every == 0 and self.environment:
+                self._evaluate()
+            if stop.is_set():
+                return
+
+    def _log(self, stage: Stage, sampler: Sampler, before: Tensor | None) -> None:
+        values = self.metrics.take()
+        if not all(np.isfinite(value) for value in values.values()):
+            self._dump_and_stop(stage, sampler, before)
+        self.run.mkdir(parents=True, exist_ok=True)
+        with open(self.run / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": self.step, "stage": stage.name, **values}) + "\n")
+        with open(self.run / "timings.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": self.step, "seconds": round(self.seconds, 3)}) + "\n")
+        if self.writer is not None:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, self.step)
+        self.progress.show(self.step, values)
+
+    def _dump_and_stop(self, stage: Stage, sampler: Sampler, before: Tensor | None) -> None:
+        """Draw the offending batch again from the generator's state before it, and save its row numbers."""
+        path = self.run / f"nonfinite-{self.step:08d}.npz"
+        if before is not None:
+            self.generator.set_state(before)
+            batch = sampler.sample(stage.batch_size)
+            rows = {k: v.cpu().numpy() for k, v in batch.items() if not v.is_floating_point()}
+            with atomic_file(path) as temporary, open(temporary, "wb") as file:
+                np.savez(file, **rows)
+        where = f"the batch's row numbers are in {path}" if before is not None else "train on the CPU to find the batch"
+        kept = checkpoint.steps(self.folder)
+        last = f"the last good checkpoint is update {kept[-1]}" if kept else "no checkpoint was written yet"
+        raise NonFinite(
+            f"the loss is not finite at update {self.step}; {where}; {last}. "
+            "Look at those rows (`qhyer data check`), or lower the learning rate."
+        )
+
+    def _evaluate(self) -> None:
+        assert self.environment is not None
+        results = evaluate(self.agent, self.environment, EvalConfig(episodes=self.config.eval_episodes))
+        runs.save_evaluation(self.run, self.step, results, self.environment)
+        self.progress.note(f"update {self.step}: success {100 * success_rate(results):.1f} %")
+
+
+def _tensorboard(run: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError("TensorBoard is not installed: pip install 'qhyer[tensorboard]'") from error
+    return SummaryWriter(run / "tensorboard")
