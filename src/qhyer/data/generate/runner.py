@@ -1,0 +1,422 @@
+"""Runs generation: episodes dealt to workers, finished ones kept, files that are whole or absent.
+
+Every episode is a function of (dataset, seed, split, index) alone, so neither the number of workers nor an
+interruption changes a byte of the result. Finished episodes wait in `.NAME.partial/` for the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import signal
+import threading
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import qhyer
+from qhyer.config import to_dict
+from qhyer.data.generate.recipe import (
+    Arrays,
+    Collector,
+    EpisodeSeeds,
+    Recipe,
+    Split,
+    collector_for,
+    recipe_for,
+)
+from qhyer.errors import CorruptFile, UserError
+from qhyer.storage import (
+    atomic_file,
+    read_sealed_json,
+    sha256_file,
+    sweep_partial,
+    write_json,
+    write_sealed_json,
+)
+
+if TYPE_CHECKING:
+    from qhyer.data.registry import Dataset
+
+PLAIN_EVERY_S = 15.0  # between progress lines when there is no terminal
+
+
+def versions() -> dict[str, str]:
+    """What can change the bytes of an episode."""
+    installed = {
+        name: importlib.metadata.version(name) for name in ("ogbench", "mujoco", "gymnasium", "numpy")
+    }
+    return {"qhyer": qhyer.__version__, **installed, "python": platform.python_version()}
+
+
+def generate(
+    dataset: Dataset,
+    *,
+    out: Path | None = None,
+    episodes: int | None = None,
+    seed: int = 0,
+    workers: int | None = None,
+    validation: bool = True,
+    progress: bool = True,
+    overwrite: bool = False,
+    rows: int | None = None,
+) -> Path:
+    """Makes NAME.npz and NAME-val.npz (a tenth as many episodes) with their sidecars in the folder `out`.
+
+    Returns the path of the training file. Run it again after an interruption and it goes on where it stopped.
+    `episodes` defaults to the official number, `workers` to one for each core; `rows` shortens the episodes.
+    In a script of yours, call it under `if __name__ == "__main__":`, as the workers import the script.
+    """
+    from qhyer.data import registry  # not above: workers import this module and need no torch
+
+    episodes = dataset.episodes if episodes is None else episodes
+    workers = (os.cpu_count() or 1) if workers is None else workers
+    if episodes < 1:
+        raise UserError(f"episodes must be at least 1, not {episodes}")
+    if workers < 1:
+        raise UserError(f"workers must be at least 1, not {workers}")
+    if seed < 0:
+        raise UserError(f"seed must not be negative, and is {seed}")
+    if rows is not None and rows < 2:
+        raise UserError(f"an episode has at least 2 rows, not {rows}")
+    folder = registry.data_dir() if out is None else Path(out)
+    if folder.suffix == ".npz" or folder.is_file():
+        raise UserError(f"out is the folder to write to, not a file: {folder}")
+    console = Console(stderr=True, quiet=not progress)
+
+    job = Job(recipe_for(dataset, rows), seed, folder)
+    counts: dict[Split, int] = {"train": episodes}
+    if validation:
+        counts["validation"] = max(1, episodes // 10)
+    missing = {
+        split: count
+        for split, count in counts.items()
+        if not job.is_finished(split, count, overwrite, console)
+    }
+    if missing:
+        folder.mkdir(parents=True, exist_ok=True)
+        with job.working_folder(console):
+            job.collect(missing, workers, console)
+            for split, count in missing.items():
+                job.finish(split, count)
+                console.print(f"wrote {job.path(split)}", highlight=False, soft_wrap=True)
+    return job.path("train")
+
+
+# ------------------------------------------------------------------------------------------------ one job
+
+
+@dataclass(frozen=True)
+class Job:
+    """One dataset being made: where its files go and which are there."""
+
+    recipe: Recipe
+    seed: int
+    folder: Path
+
+    def path(self, split: Split) -> Path:
+        return self.folder / f"{self.recipe.name}{'' if split == 'train' else '-val'}.npz"
+
+    @property
+    def work(self) -> Path:
+        return self.folder / f".{self.recipe.name}.partial"
+
+    def chunk(self, split: Split, index: int) -> Path:
+        return self.work / f"{split}-{index:06d}.npz"
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What finished episodes in the working folder depend : not the number of episodes."""
+        return {"seed": self.seed, "settings": to_dict(self.recipe), "versions": versions()}
+
+    def is_finished(self, split: Split, episodes: int, overwrite: bool, console: Console) -> bool:
+        path, sidecar = self.path(split), self.path(split).with_suffix(".json")
+        if not path.is_file():
+            return False
+        again = "pass overwrite=True (--overwrite) to make it again"
+        if not sidecar.is_file():
+            # Killed after the data took its name and before the sidecar did: the episodes are still there.
+            if overwrite or self._working_key() == self.key:
+                return False
+            raise UserError(
+                f"{path} exists without a sidecar, so its settings are unknown: {again}, or move it away"
+            )
+        try:
+            recorded = read_sealed_json(sidecar)
+        except CorruptFile:
+            if overwrite:
+                return False
+            raise UserError(f"{sidecar} is damaged: {again}") from None
+        wanted = {"seed": self.seed, "settings": to_dict(self.recipe), "episodes": episodes}
+        other = _differences(recorded, wanted)
+        if overwrite and (other or recorded.get("versions") != versions()):
+            return False
+        if other:
+            raise UserError(
+                f"{path} was made with other settings ({'; '.join(other)}): {again}, "
+                "or give another folder (--out)"
+            )
+        if recorded.get("sha256") != sha256_file(path):
+            if overwrite:
+                return False
+            raise CorruptFile(f"{path} is damaged: its SHA-256 is not the one in {sidecar.name}; {again}")
+        console.print(
+            f"{path} is there already, with these settings; nothing to do", highlight=False, soft_wrap=True
+        )
+        return True
+
+    def _working_key(self) -> Any:
+        try:
+            return json.loads((self.work / "settings.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    @contextlib.contextmanager
+    def working_folder(self, console: Console) -> Iterator[None]:
+        """The folder of finished episodes: emptied if of other settings, removed when all is done."""
+        self.work.mkdir(exist_ok=True)
+        with _locked(self.work / "lock", self.recipe.name):
+            key = self._working_key()
+            if key != self.key:
+                left = [item for item in self.work.iterdir() if item.name != "lock"]
+                if left:
+                    console.print(
+                        f"{self.work} holds episodes of other settings or versions; they are removed"
+                    )
+                for item in left:
+                    item.unlink()
+                write_json(self.work / "settings.json", self.key)
+            sweep_partial(self.work)
+            yield
+            shutil.rmtree(self.work)
+
+    def collect(self, counts: dict[Split, int], workers: int, console: Console) -> None:
+        """Makes the episodes that are not in the working folder yet."""
+        wanted = [(split, index) for split, count in counts.items() for index in range(count)]
+        todo = [item for item in wanted if not _is_whole(self.chunk(*item))]
+        done = len(wanted) - len(todo)
+        if done:
+            console.print(
+                f"{self.recipe.name}: going on after {done} of {len(wanted)} episodes", highlight=False
+            )
+        if not todo:
+            return
+        tasks = [
+            (EpisodeSeeds(self.seed, self.recipe.name, split, index), self.chunk(split, index))
+            for split, index in todo
+        ]
+        with _progress(console, self.recipe.name, done, len(wanted)) as advance:
+            if min(workers, len(tasks)) == 1:
+                collector = collector_for(self.recipe)
+                for seeds, path in tasks:
+                    _make(collector, seeds, path)
+                    advance()
+            else:
+                _collect_parallel(self.recipe, tasks, workers, advance)
+
+    def finish(self, split: Split, episodes: int) -> None:
+        """Joins the episodes into the final file. The sidecar comes last: it never describes another."""
+        path, sidecar = self.path(split), self.path(split).with_suffix(".json")
+        chunks = [self.chunk(split, index) for index in range(episodes)]
+        sidecar.unlink(missing_ok=True)
+        with atomic_file(path) as temporary:
+            join_npz(chunks, temporary)
+            digest = sha256_file(temporary)
+        write_sealed_json(
+            sidecar,
+            {
+                "dataset": self.recipe.name,
+                "environment": self.recipe.environment,
+                "split": split,
+                "episodes": episodes,
+                "rows": episodes * self.recipe.rows,
+                "sha256": digest,
+                **self.key,
+            },
+        )
+
+
+def _differences(recorded: Any, wanted: dict[str, Any]) -> list[str]:
+    """ "seed 0 there, 1 asked for", for each value that is not as recorded."""
+    found = []
+    for name, value in wanted.items():
+        there = recorded.get(name) if isinstance(recorded, dict) else None
+        if isinstance(value, dict):
+            found += _differences(there, value)
+        elif there != value:
+            found.append(f"{name} {there} there, {value} asked for")
+    return found
+
+
+@contextlib.contextmanager
+def _locked(path: Path, name: str) -> Iterator[None]:
+    """One process at a time in a working folder. Released by the system however the process ends."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks here; two runs at once would merely do the work twice
+        yield
+        return
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{name} is being generated in {path.parent.parent} by another process") from None
+        yield
+
+
+# ------------------------------------------------------------------------------------------------ workers
+
+
+def _make(collector: Collector, seeds: EpisodeSeeds, path: Path) -> None:
+    arrays = collector.episode(seeds)
+    for key in ("observations", "actions"):
+        if not np.isfinite(arrays[key]).all():
+            raise RuntimeError(f"the simulator gave values that are not finite in {seeds}: {key}")
+    write_chunk(path, arrays)
+
+
+def write_chunk(path: Path, arrays: Arrays) -> None:
+    with atomic_file(path) as temporary, open(temporary, "wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+_worker_collector: Collector | None = None
+
+
+def _start_worker(recipe: Recipe) -> None:
+    """Ctrl-C is for the parent, which lets running episodes end; a worker whose parent is gone goes too."""
+    global _worker_collector
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        wait_for([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+    _worker_collector = collector_for(recipe)
+
+
+def _work(seeds: EpisodeSeeds, path: Path) -> None:
+    assert _worker_collector is not None
+    _make(_worker_collector, seeds, path)
+
+
+def _collect_parallel(
+    recipe: Recipe, tasks: Sequence[tuple[EpisodeSeeds, Path]], workers: int, advance: Any
+) -> None:
+    context = multiprocessing.get_context("spawn")  # forking a process with threads (torch, BLAS) may hang
+    executor = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker, (recipe,))
+    try:
+        with _single_threaded():
+            futures = [executor.submit(_work, seeds, path) for seeds, path in tasks]
+        for future in as_completed(futures):
+            future.result()
+            advance()
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker process ended unexpectedly (out of memory?); finished episodes are kept: run the same "
+            "again, perhaps with fewer workers. In a script, call generate under `if __name__ == '__main__':`"
+        ) from None
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _single_threaded() -> Iterator[None]:
+    """Processes started here keep to one BLAS thread: there is a worker for each core already."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _progress(console: Console, name: str, done: int, total: int) -> Iterator[Any]:
+    """A bar on a terminal, a line now and then elsewhere."""
+    if console.is_terminal and not console.quiet:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(name, total=total, completed=done)
+            yield lambda: bar.advance(task)
+        return
+    begun = told = time.monotonic()
+    count = done
+
+    def advance() -> None:
+        nonlocal count, told
+        count += 1
+        now = time.monotonic()
+        if now - told >= PLAIN_EVERY_S or count == total:
+            told = now
+            rate = (count - done) / max(now - begun, 1e-9)
+            console.print(
+                f"{name}: {count}/{total} episodes, {rate:.2f} a second", highlight=False, soft_wrap=True
+            )
+
+    yield advance
+
+
+# -------------------------------------------------------------------------------------------------- files
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a finished episode is there and readable; the zip's own checksums are read through."""
+    if not path.is_file():
+        return False
+    try:
+        with zipfile.ZipFile(path) as file:
+            if file.testzip() is None:
+                return True
+    except (OSError, zipfile.BadZipFile, EOFError, ValueError, NotImplementedError):
+        pass
+    path.unlink()
+    return False
+
+
+def join_npz(chunks: Sequence[Path], path: Path) -> None:
+    """Joins npz files along the first axis into one, array by array, holding one chunk's array at a time.
+
+    Uncompressed, with the zip's zero date (1980): the bytes depend on the arrays alone.
+    """
+    with np.load(chunks[0], allow_pickle=False) as first:
+        shapes = {key: (first[key].shape, first[key].dtype) for key in first.files}
+    rows = 0
+    for chunk in chunks:
+        with np.load(chunk, allow_pickle=False) as file:
+            rows += len(file["terminals"])
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for key, (shape, dtype) in shapes.items():
+            header = {
+                "descr": np.lib.format.dtype_to_descr(dtype),
+                "fortran_order": False,
+                "shape": (rows, *shape[1:]),
+            }
+            with archive.open(zipfile.ZipInfo(f"{key}.npy"), "w", force_zip64=True) as member:
+                np.lib.format.write_array_header_1_0(member, header)
+                for chunk in chunks:
+                    with np.load(chunk, allow_pickle=False) as file:
+                        member.write(np.ascontiguousarray(file[key], dtype=dtype).tobytes())
