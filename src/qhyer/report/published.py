@@ -1,0 +1,114 @@
+"""Published success rates, copied as printed, each with its source. None is ours, and none is guessed.
+
+The same algorithm may stand twice for one dataset when two papers report different numbers: both are shown,
+because which of them a reader believes decides what "reproduced" means.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+QHYER = "QHyer paper, table “Results on OGBench manipulation tasks” (8 seeds; 4 for pixels)"
+SAW = "SAW paper (Zhou et al. 2025), table 1"
+SAW_QUOTING = "OGBench paper (Park et al. 2025), as quoted in table 1 of the SAW paper (Zhou et al. 2025)"
+OGBENCH = "OGBench paper (Park et al. 2025), means only, quoted second-hand"
+
+_QHYER_TABLE = """
+dataset                           HIQL     SAW     OTA Eik-HIQRL  GCBC  GCIVL   GCIQL     QRL     CRL   QHyer
+cube-single-play-v0               15±3    23±2    13±1     0±0     6±2    53±4    68±6     5±1    19±2    84±4
+cube-double-play-v0                6±2    26±3     2±1     0±0     1±1    36±3    40±5     1±0    10±2    56±2
+cube-triple-play-v0                3±1    19±4     1±0     0±0     1±1     1±0     3±1     0±0     4±1    10±5
+cube-quadruple-play-v0             0±0     0±0     0±0     0±0     0±0     0±0     0±0     0±0     2±1     2±1
+cube-single-noisy-v0              41±6    38±2    40±2     2±1     8±3    71±9    99±1    25±6    38±2    95±5
+cube-double-noisy-v0               2±1    12±1     5±2     0±0     1±1    14±3    23±3     3±1     2±1    30±4
+cube-triple-noisy-v0               2±1    13±1     1±0     0±0     1±1     9±1     2±1     1±0     3±1    14±1
+cube-quadruple-noisy-v0            0±0     1±0     0±0     0±0     0±0     0±0     0±0     0±0     0±0     6±4
+scene-play-v0                     38±3    58±3    19±4    11±3     5±1    42±4    51±4     5±1    19±2    53±2
+scene-noisy-v0                    25±4    25±2    12±1    12±0     1±1    26±5    26±2     9±2     1±1    25±5
+puzzle-3x3-play-v0                12±2     6±1    21±5     9±0     2±0     6±1    95±1     1±0     3±1    92±2
+puzzle-4x4-play-v0                 7±2     6±1     5±2     2±1     0±0    13±2    26±3     0±0     0±0    28±5
+puzzle-4x5-play-v0                 4±1     2±1     2±1     0±0     0±0     7±1    14±1     0±0     1±0    31±1
+puzzle-4x6-play-v0                 3±1     5±0     1±1     0±0     0±0    10±2    12±1     0±0     4±1    18±2
+puzzle-3x3-noisy-v0              51±11   78±39    53±6     6±2     1±0   42±19    94±3     0±0    30±6    89±8
+puzzle-4x4-noisy-v0               16±4     0±0     0±0     3±1     0±0    20±3    29±7     0±0     0±0    33±6
+puzzle-4x5-noisy-v0                5±1    15±1     1±1     2±2     0±0    19±0    19±0     0±0     3±2    26±2
+puzzle-4x6-noisy-v0                2±1    11±2     0±0     0±0     0±0    17±2    18±2     0±0     6±3    24±3
+visual-cube-single-play-v0        89±0    88±3    40±4       /     5±1    60±5    30±5   41±15   31±15    42±2
+visual-cube-double-play-v0        39±2    40±3   36±17       /     1±1    10±2     1±1     5±0     2±1    37±3
+visual-cube-triple-play-v0        21±0    20±1    24±2       /    15±2    14±2    15±1    16±1    17±2    20±4
+visual-scene-play-v0              49±4    47±6    62±3       /    12±2    25±3    12±2    10±1    11±2    96±1
+visual-scene-noisy-v0             50±1    54±3    63±2       /    13±2    23±2    12±4     2±0    15±2    36±4
+"""
+
+# Only what the table above lacks, or prints differently.
+_SAW_TABLE = """
+dataset                           GCBC   GCIVL   GCIQL     QRL     CRL    HIQL
+antmaze-large-navigate-v0         24±2    16±5    34±4    75±6    83±4    91±2
+pointmaze-large-navigate-v0       29±6    45±5    34±3    86±9    39±7    58±5
+"""
+
+_SAW_OWN = """
+dataset                            SAW
+cube-single-play-v0               72±5
+cube-double-play-v0               40±7
+cube-triple-play-v0                4±2
+scene-play-v0                     63±6
+antmaze-large-navigate-v0         90±3
+pointmaze-large-navigate-v0      85±10
+"""
+
+_SAW_RERUN = """
+dataset                           HIQL
+cube-single-play-v0               44±9
+"""
+
+_OGBENCH_TABLE = """
+dataset                           GCBC   GCIQL    HIQL
+pointmaze-medium-navigate-v0         9      53      79
+"""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One printed number: success in percent, and its spread over seeds where the source prints one."""
+
+    dataset: str
+    agent: str  # as the source prints it
+    mean: float
+    std: float | None
+    source: str
+
+
+def _read(table: str, source: str) -> Iterator[Published]:
+    header, *lines = table.strip().splitlines()
+    agents = header.split()[1:]
+    for line in lines:
+        dataset, *cells = line.split()
+        for agent, cell in zip(agents, cells, strict=True):
+            if cell == "/":  # not reported
+                continue
+            mean, _, std = cell.partition("±")
+            yield Published(dataset, agent, float(mean), float(std) if std else None, source)
+
+
+@cache
+def published() -> tuple[Published, ...]:
+    return (
+        *_read(_QHYER_TABLE, QHYER),
+        *_read(_SAW_TABLE, SAW_QUOTING),
+        *_read(_SAW_OWN, SAW),
+        *_read(_SAW_RERUN, f"{SAW}, rerun there with expectile 0.9"),
+        *_read(_OGBENCH_TABLE, OGBENCH),
+    )
+
+
+def canonical(agent: str) -> str:
+    """`Eik-HiQRL`, `eik_hiqrl` and `eik-hiqrl` are one algorithm."""
+    return re.sub(r"[^a-z0-9]", "", agent.lower())
+
+
+def for_dataset(dataset: str) -> tuple[Published, ...]:
+    return tuple(entry for entry in published() if entry.dataset == dataset)

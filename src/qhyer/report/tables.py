@@ -1,0 +1,328 @@
+"""Success per task and overall, as rows that the CSV, the Markdown, the page and the terminal all print."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from qhyer.config import fingerprint
+from qhyer.report.collect import COLUMNS, Episode, Run, Table, natural
+from qhyer.report.statistics import iqm, mean_and_std, stratified_bootstrap, wilson
+from qhyer.rng import numpy_stream
+
+OVERALL = "overall"
+MISSING = "(absent)"
+TRAINING = ("steps", "updates", "batch", "batch_size")  # settings of the trainer that make another experiment
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ by seed alone: one line of a table."""
+
+    dataset: str
+    agent: str
+    preset: str
+    variant: str  # what sets it apart from other runs of the same preset, for example `tau=0.9`; mostly empty
+    label: str  # the agent, and as much more as it takes to tell two lines of a dataset apart
+    runs: tuple[Run, ...]
+
+    @cached_property
+    def scored(self) -> tuple[Run, ...]:
+        return tuple(run for run in self.runs if run.last)
+
+    @cached_property
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(sorted({row.task for run in self.scored for row in run.last}, key=natural))
+
+    @property
+    def step(self) -> str:
+        """The step of the score; a range when the runs stopped at different steps."""
+        steps = sorted({run.steps[-1] for run in self.scored})
+        return "" if not steps else str(steps[0]) if len(steps) == 1 else f"{steps[0]}–{steps[-1]}"
+
+
+@dataclass(frozen=True)
+class SuccessRow:
+    """Success in percent of one group, on one task or over all of them."""
+
+    dataset: str
+    agent: str
+    preset: str
+    variant: str
+    task: str
+    step: str
+    seeds: int
+    episodes: int
+    mean: float
+    std: float  # over seeds; NaN with one seed
+    low: float
+    high: float
+    interval: str  # wilson | bootstrap
+    iqm: float  # over seeds × tasks
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        return {prefix: values}
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat.update(_flat(value, f"{prefix}.{name}" if prefix else str(name)))
+    return flat
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """What makes a run this experiment and not another, seed aside."""
+    settings = _flat(run.info.get("config") or {})
+    train = run.info.get("train") or {}
+    settings.update({name: train[name] for name in TRAINING if isinstance(train, Mapping) and name in train})
+    data = run.info.get("data") or {}
+    if isinstance(data, Mapping) and data.get("fingerprint"):
+        settings["data"] = str(data["fingerprint"])[:8]
+    settings.pop("seed", None)
+    return settings
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def groups(table: Table) -> list[Group]:
+    """Runs by dataset, agent and preset. Where such runs have different settings, they are told apart by
+    those, so that an ablation is never averaged with the real thing."""
+    by_name: dict[tuple[str, str, str], list[Run]] = {}
+    presets: dict[tuple[str, str], set[str]] = {}
+    for run in table.runs:
+        by_name.setdefault((run.dataset, run.agent, run.preset), []).append(run)
+        presets.setdefault((run.dataset, run.agent), set()).add(run.preset)
+    found: list[Group] = []
+    for (dataset, agent, preset), runs in by_name.items():
+        variants: dict[str, list[Run]] = {}
+        for run, variant in zip(runs, _variants(runs)):
+            variants.setdefault(variant, []).append(run)
+        for variant, members in variants.items():
+            label = agent if len(presets[dataset, agent]) == 1 else f"{agent} {preset}"
+            label += f" ({variant})" if variant else ""
+            found.append(Group(dataset, agent, preset, variant, label, tuple(members)))
+    return sorted(found, key=lambda g: (natural(g.dataset), g.agent, g.preset, natural(g.variant)))
+
+
+def _variants(runs: Sequence[Run]) -> list[str]:
+    """For each run, the settings in which these runs differ; empty when they agree."""
+    settings = [_settings(run) if run.info else None for run in runs]
+    known = [each for each in settings if each is not None]
+    names = sorted({name for each in known for name in each})
+    differing = [name for name in names if len({_text(each.get(name, MISSING)) for each in known}) > 1]
+    labels = []
+    for own in settings:
+        if own is None:  # rows from a bare CSV do not say their settings
+            labels.append("settings unknown" if differing else "")
+            continue
+        parts = [f"{name}={_text(own[name])}" for name in differing if name in own]
+        if len(parts) > 3:  # too long to read: the first two, and a hash that keeps it unique
+            parts = [*parts[:2], f"… {fingerprint(own, 4)}"]
+        labels.append(", ".join(parts))
+    return labels
+
+
+def warnings(found: Sequence[Group]) -> list[str]:
+    """What a reader must know before comparing the lines."""
+    notes = []
+    for group in found:
+        name = f"{group.label} on {group.dataset} (preset {group.preset})"
+        seeds = [run.seed for run in group.scored]
+        for seed in sorted({seed for seed in seeds if seeds.count(seed) > 1}):
+            notes.append(
+                f"{name}: {seeds.count(seed)} different runs have seed {seed}; each counts as a seed"
+            )
+        if "–" in group.step:
+            notes.append(f"{name}: the runs were last evaluated at different steps ({group.step})")
+        for run in group.scored:
+            lacking = sorted(set(group.tasks) - {row.task for row in run.last}, key=natural)
+            if lacking:
+                notes.append(f"{name}: {run.name} was not evaluated on task {', '.join(lacking)}")
+    return notes
+
+
+def rate(rows: Iterable[Episode]) -> float:
+    return float(np.mean([row.success for row in rows]))
+
+
+def run_score(rows: Sequence[Episode]) -> float:
+    """Overall success of one evaluation: the mean of the task means, however many episodes each has."""
+    tasks: dict[str, list[Episode]] = {}
+    for row in rows:
+        tasks.setdefault(row.task, []).append(row)
+    return float(np.mean([rate(members) for members in tasks.values()]))
+
+
+def _row(
+    group: Group, task: str, members: Sequence[Sequence[Episode]], strata: list[list[float]]
+) -> SuccessRow:
+    scores = [run_score(rows) for rows in members]
+    mean, std = mean_and_std(scores)
+    episodes = sum(len(rows) for rows in members)
+    if len(members) == 1:
+        # Over several tasks, the rate that weighs tasks equally stands for the rate of the pooled episodes.
+        low, high = wilson(mean * episodes, episodes)
+        kind = "wilson"
+    else:
+        stream = numpy_stream(0, "report", group.dataset, group.agent, group.preset, group.variant, task)
+        low, high = stratified_bootstrap(strata, stream)
+        kind = "bootstrap"
+    middle = float(iqm([np.asarray(values) for values in strata]))
+    return SuccessRow(
+        dataset=group.dataset,
+        agent=group.agent,
+        preset=group.preset,
+        variant=group.variant,
+        task=task,
+        step=group.step,
+        seeds=len(members),
+        episodes=episodes,
+        mean=100 * mean,
+        std=100 * std,
+        low=100 * low,
+        high=100 * high,
+        interval=kind,
+        iqm=100 * middle,
+    )
+
+
+def success(group: Group) -> list[SuccessRow]:
+    """The overall row, then one row for each task. A group without an evaluation has none."""
+    if not group.scored:
+        return []
+    by_task = {
+        task: [rows for run in group.scored if (rows := [row for row in run.last if row.task == task])]
+        for task in group.tasks
+    }
+    strata = {task: [rate(rows) for rows in members] for task, members in by_task.items()}
+    overall = _row(group, OVERALL, [run.last for run in group.scored], list(strata.values()))
+    return [overall] + [_row(group, task, by_task[task], [strata[task]]) for task in group.tasks]
+
+
+def success_rows(found: Sequence[Group]) -> list[SuccessRow]:
+    return [row for group in found for row in success(group)]
+
+
+def best(rows: Sequence[SuccessRow]) -> set[tuple[str, str]]:
+    """The identities of the rows that hold the highest mean of their dataset and task. A tie marks every
+    holder; a column of one line, or of zeros, marks none."""
+    columns: dict[tuple[str, str], list[SuccessRow]] = {}
+    for row in rows:
+        columns.setdefault((row.dataset, row.task), []).append(row)
+    marked = set()
+    for members in columns.values():
+        top = max(row.mean for row in members)
+        if len(members) > 1 and top > 0:
+            marked |= {identity(row) for row in members if math.isclose(row.mean, top)}
+    return marked
+
+
+def identity(row: SuccessRow) -> tuple[str, str]:
+    return f"{row.dataset}\n{row.task}", f"{row.agent}\n{row.preset}\n{row.variant}"
+
+
+# --- writing ---
+
+
+def number(value: float, digits: int = 1) -> str:
+    """A percentage as people write it: 7.0 → 7, NaN → nothing."""
+    if math.isnan(value):
+        return ""
+    text = f"{value:.{digits}f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
+
+
+def mean_std(row: SuccessRow) -> str:
+    return number(row.mean) + (f" ± {number(row.std)}" if not math.isnan(row.std) else "")
+
+
+def between(row: SuccessRow) -> str:
+    return f"{number(row.low)}–{number(row.high)}"
+
+
+def to_csv(header: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(header)
+    for line in lines:
+        writer.writerow([("" if math.isnan(v) else f"{v:.10g}") if isinstance(v, float) else v for v in line])
+    return buffer.getvalue()
+
+
+def success_csv(rows: Sequence[SuccessRow]) -> str:
+    names = [item.name for item in fields(SuccessRow)]
+    return to_csv(names, ([getattr(row, name) for name in names] for row in rows))
+
+
+def episodes_csv(rows: Iterable[Episode]) -> str:
+    return to_csv(
+        COLUMNS, ([int(v) if n == "success" else v for n, v in zip(COLUMNS, row.values())] for row in rows)
+    )
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table; the first `left` columns are text, the rest numbers."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    rule = "|" + "|".join("---" if i < left else "---:" for i in range(len(header))) + "|"
+    return "\n".join([line(header), rule, *(line(cells) for cells in lines)]) + "\n"
+
+
+def wide(rows: Sequence[SuccessRow], dataset: str) -> tuple[list[str], list[list[SuccessRow | None]]]:
+    """One dataset as a matrix: its tasks, and for each group the overall cell and a cell for each task."""
+    mine = [row for row in rows if row.dataset == dataset]
+    tasks = sorted({row.task for row in mine if row.task != OVERALL}, key=natural)
+    lines: dict[str, dict[str, SuccessRow]] = {}
+    for row in mine:
+        lines.setdefault(identity(row)[1], {})[row.task] = row
+    return tasks, [[cells.get(task) for task in (OVERALL, *tasks)] for cells in lines.values()]
+
+
+def label(row: SuccessRow) -> str:
+    return f"{row.agent} ({row.variant})" if row.variant else row.agent
+
+
+def success_markdown(rows: Sequence[SuccessRow]) -> str:
+    """One table for each dataset, the best mean of each column in bold."""
+    marked = best(rows)
+    parts = []
+    for dataset in dict.fromkeys(row.dataset for row in rows):
+        tasks, lines = wide(rows, dataset)
+        header = [
+            "agent",
+            "preset",
+            "seeds",
+            "success %",
+            "95 % interval",
+            *(f"task {task}" for task in tasks),
+        ]
+        body = []
+        for cells in lines:
+            overall = cells[0]
+            assert overall is not None
+            texts = [number(cell.mean) if cell else "" for cell in cells]
+            bold = [cell is not None and identity(cell) in marked for cell in cells]
+            texts[0] = mean_std(overall)
+            shown = [f"**{text}**" if strong else text for text, strong in zip(texts, bold)]
+            body.append(
+                [label(overall), overall.preset, str(overall.seeds), shown[0], between(overall), *shown[1:]],
+            )
+        parts.append(f"### {dataset}\n\n" + markdown(header, body, left=2))
+    notes = (
+        "Success in percent at the last evaluation. ± is the standard deviation over seeds. The interval is "
+        "Wilson's over episodes for one seed, and a stratified bootstrap over seeds × tasks for several."
+    )
+    return "\n".join(parts) + f"\n{notes}\n"
