@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,9 +19,283 @@ class Problem:
     """what was found, where, and what it means"""
 
 
+ACTION_TOLERANCE = 1e-6
+LARGEST = float(np.finfo(np.float32).max)
+BLOCK = 1 << 15  # rows looked at together: bounds the memory, whatever the size of the dataset
+SAMPLED_STEPS = 1 << 17  # steps that estimate what is typical
+JUMP_ONE = 20.0  # times the 99.9% step, in any column
+JUMP_MOST = 10.0  # times the 99% step, in most columns at once
+JUMP_STD = 0.5  # and at least this share of the column's spread
+
+
 def find_problems(observations: np.ndarray, actions: np.ndarray, terminals: np.ndarray) -> list[Problem]:
-    return []
+    """All problems, errors first. Never raises, whatever it is given."""
+    try:
+        with np.errstate(all="ignore"):
+            problems = list(_find(np.asarray(observations), np.asarray(actions), np.asarray(terminals)))
+    except Exception as error:  # arrays of a kind nobody thought of
+        return [Problem("error", "shape", f"the arrays cannot be examined: {type(error).__name__}: {error}")]
+    return sorted(problems, key=lambda problem: problem.severity != "error")
 
 
 def describe(name: str, problems: Sequence[Problem]) -> str:
     return "\n".join([f"{name}:"] + [f"  {p.severity} [{p.code}] {p.message}" for p in problems])
+
+
+def _find(observations: np.ndarray, actions: np.ndarray, terminals: np.ndarray) -> Iterator[Problem]:
+    shapes = list(_shapes(observations, actions, terminals))
+    yield from shapes
+    if shapes:
+        return  # nothing below can be trusted
+    finite = [*_not_finite("observations", observations, None), *_not_finite("actions", actions, terminals)]
+    yield from finite
+    ends = list(_ends(terminals))
+    yield from ends
+    if ends:
+        return
+    last = np.flatnonzero(terminals)
+    if not any("actions" in problem.message for problem in finite):
+        yield from _range(actions, terminals)
+    if not finite:
+        yield from _jumps(observations, terminals, last)
+        yield from _constant("observations", observations, None)
+        yield from _constant("actions", actions, terminals)
+        yield from _duplicates(observations, actions, last)
+
+
+# ----------------------------------------------------------------------------------------- shapes and ends
+
+
+def _shapes(observations: np.ndarray, actions: np.ndarray, terminals: np.ndarray) -> Iterator[Problem]:
+    for name, array in (("observations", observations), ("actions", actions)):
+        if array.dtype.kind not in "fiub":
+            yield _error(
+                "shape",
+                f"{name} has dtype {array.dtype}, not numbers"
+                + ("; rows of unequal length make such an array" if array.dtype.kind == "O" else ""),
+            )
+        if array.ndim != 2:
+            yield _error("shape", f"{name} has shape {array.shape}; it must be (rows, columns)")
+        elif array.shape[1] == 0:
+            yield _error("shape", f"{name} has no columns: shape {array.shape}")
+    if terminals.dtype.kind not in "fiub":
+        yield _error("shape", f"terminals has dtype {terminals.dtype}, not flags")
+    if terminals.ndim != 1:
+        yield _error("shape", f"terminals has shape {terminals.shape}; it must be (rows,)")
+    rows = {
+        name: array.shape[0]
+        for name, array in (("observations", observations), ("actions", actions), ("terminals", terminals))
+        if array.ndim
+    }
+    if len(set(rows.values())) > 1:
+        counts = ", ".join(f"{count} of {name}" for name, count in rows.items())
+        yield _error(
+            "shape",
+            f"unequal numbers of rows: {counts}. Each has one for every state, the final state of an episode "
+            "included; the action beside a final state is ignored (write zeros)",
+        )
+    elif rows and min(rows.values()) == 0:
+        yield _error("shape", "there are no rows")
+
+
+def _ends(terminals: np.ndarray) -> Iterator[Problem]:
+    flags = terminals != 0
+    odd = np.flatnonzero(flags & (terminals != 1))
+    if len(odd):
+        yield _error(
+            "ends",
+            f"terminals must be 0 or 1, and is {terminals[odd[0]]} in row {odd[0]} ({len(odd)} such rows)",
+        )
+        return
+    ends = np.flatnonzero(flags)
+    if not len(ends):
+        yield _error("ends", "terminals marks no end; it must be 1 on the last row of each episode")
+        return
+    if ends[-1] != len(flags) - 1:
+        yield _error(
+            "ends",
+            f"the last row ({len(flags) - 1}) is not marked as an end, the last mark is in row {ends[-1]}: "
+            "the data was cut off inside an episode, or terminals marks success instead of the episode's end",
+        )
+    lengths = np.diff(ends, prepend=-1)
+    short = np.flatnonzero(lengths < 2)
+    if len(short):
+        yield _error(
+            "ends",
+            f"{len(short)} of {len(ends)} episodes have a single row, the first is episode {short[0]} at row "
+            f"{ends[short[0]]}: an episode needs a state and a next state. Remove them; if all are "
+            "such, terminals is 1 everywhere",
+        )
+
+
+# ----------------------------------------------------------------------------------------- values
+
+
+def _not_finite(name: str, array: np.ndarray, terminals: np.ndarray | None) -> Iterator[Problem]:
+    if array.dtype.kind != "f":
+        return
+    count, first = 0, (0, 0)
+    for begin, block in _blocks(array):
+        bad = ~(np.abs(block) <= LARGEST)  # NaN, infinite, or infinite once it is float32
+        if bad.any():
+            if not count:
+                row, column = np.argwhere(bad)[0]
+                first = (begin + int(row), int(column))
+            count += int(bad.sum())
+    if not count:
+        return
+    row, column = first
+    hint = "remove or repair the episodes that hold them"
+    if terminals is not None and terminals[row]:
+        hint = "that row is a final state, whose action is never used; write zeros there"
+    yield _error(
+        "nan",
+        f"{name} has {count} values that are not finite, the first is {array[row, column]} in row {row}, "
+        f"column {column}: {hint}",
+    )
+
+
+def _range(actions: np.ndarray, terminals: np.ndarray) -> Iterator[Problem]:
+    low, high, count, first = _extremes(actions, terminals)
+    limit = 1.0 + ACTION_TOLERANCE
+    columns = np.flatnonzero((low < -limit) | (high > limit))
+    if not len(columns):
+        return
+    spans = ", ".join(f"{c}: {low[c]:.4g} to {high[c]:.4g}" for c in columns[:8]) + _more(columns, 8)
+    yield _error(
+        "range",
+        f"actions must lie in [-1, 1]; {count} rows do not, the first is row {first} (by column: {spans}). "
+        "Scale them by the bounds of your action space: actions = 2 * (actions - low) / (high - low) - 1",
+    )
+
+
+def _extremes(actions: np.ndarray, terminals: np.ndarray) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """Least and greatest action in each column, how many rows are out of range, and the first such row."""
+    limit = 1.0 + ACTION_TOLERANCE
+    low = np.full(actions.shape[1], np.inf)
+    high = np.full(actions.shape[1], -np.inf)
+    count, first = 0, -1
+    for begin, block in _blocks(actions):
+        kept = np.flatnonzero(terminals[begin : begin + len(block)] == 0)  # the others are final states
+        if not len(kept):
+            continue
+        used = block[kept].astype(np.float64)
+        low, high = np.minimum(low, used.min(0)), np.maximum(high, used.max(0))
+        outside = (np.abs(used) > limit).any(1)
+        if outside.any() and first < 0:
+            first = begin + int(kept[np.argmax(outside)])
+        count += int(outside.sum())
+    return low, high, count, first
+
+
+def _jumps(observations: np.ndarray, terminals: np.ndarray, last: np.ndarray) -> Iterator[Problem]:
+    """Steps far larger than is usual, inside an episode: most often an end that was not marked.
+
+    Columns that stand still most of the time (switches, one-hot states) may jump. A step is far in one column
+    beyond 20 times the 99.9% step, or in most columns at once beyond 10 times the 99% step: unmarked ends are
+    more than 0.1% of the rows when episodes are short, and would hide themselves in the former.
+    """
+    steps = len(observations) - 1
+    inside = terminals[:-1] == 0
+    chosen = np.flatnonzero(inside)
+    if len(chosen) < 20:
+        return
+    sample = chosen[:: max(1, len(chosen) // SAMPLED_STEPS)]
+    sampled = np.abs(_float(observations[sample + 1]) - _float(observations[sample]))
+    moving = np.flatnonzero((sampled > 0).mean(0) > 0.1)
+    if not len(moving):
+        return
+    sampled = sampled[:, moving]
+    ranks = [int(q * (len(sampled) - 1)) for q in (0.99, 0.999)]
+    usual, large = np.partition(sampled, ranks, axis=0)[ranks]
+    spread = JUMP_STD * _float(observations[sample][:, moving]).std(0)
+    limit_one = np.maximum(JUMP_ONE * large, spread)
+    limit_most = np.maximum(JUMP_MOST * usual, spread)
+    found: list[np.ndarray] = []
+    for begin in range(0, steps, BLOCK):
+        block = _float(observations[begin : begin + BLOCK + 1][:, moving])
+        step = np.abs(np.diff(block, axis=0))
+        far = (step > limit_one).any(1) | ((step > limit_most).sum(1) * 2 > len(moving))
+        found.append(begin + np.flatnonzero(far & inside[begin : begin + len(step)]))
+    rows = np.concatenate(found)
+    if not len(rows):
+        return
+    row = int(rows[0])
+    size = np.abs(_float(observations[row + 1]) - _float(observations[row]))[moving]
+    worst = int(np.argmax(size / limit_most))
+    column, episode = int(moving[worst]), int(np.searchsorted(last, row))
+    yield _warning(
+        "jump",
+        f"{len(rows)} steps inside an episode are far larger than usual, the first after row {row}"
+        f" of episode {episode}: column {column} moves by {size[worst]:.4g}, where 99 of 100 steps are below "
+        f"{usual[worst]:.4g}. "
+        "Most often an episode's end was not marked there",
+    )
+
+
+def _constant(name: str, array: np.ndarray, terminals: np.ndarray | None) -> Iterator[Problem]:
+    kept = np.ones(len(array), bool) if terminals is None else terminals == 0
+    first = array[np.argmax(kept)]
+    constant = np.ones(array.shape[1], bool)
+    for begin, block in _blocks(array):
+        if not constant.any():
+            return
+        rows = kept[begin : begin + len(block)]
+        constant &= ((block == first) | ~rows[:, None]).all(0)
+    columns = np.flatnonzero(constant)
+    if not len(columns):
+        return
+    listed = ", ".join(f"{c} (always {float(first[c]):.4g})" for c in columns[:8]) + _more(columns, 8)
+    if len(columns) == array.shape[1] and name == "actions":
+        meaning = "no action ever changes, so there is nothing to learn from them"
+    elif name == "actions":
+        meaning = "no policy can learn to use them"
+    else:
+        meaning = "they say nothing; leave them out, and out of the goal"
+    yield _warning("constant", f"{name} has columns that never change: {listed}; {meaning}")
+
+
+def _duplicates(observations: np.ndarray, actions: np.ndarray, last: np.ndarray) -> Iterator[Problem]:
+    seen: dict[bytes, int] = {}
+    twins: list[tuple[int, int]] = []
+    begin = 0
+    for episode, end in enumerate(last.tolist()):
+        # The action beside the final state is never used, so it does not make two episodes differ.
+        digest = hashlib.sha1(observations[begin : end + 1].tobytes(), usedforsecurity=False)
+        digest.update(actions[begin:end].tobytes())
+        twin = seen.setdefault(digest.digest(), episode)
+        if twin != episode:
+            twins.append((episode, twin))
+        begin = end + 1
+    if not twins:
+        return
+    listed = ", ".join(f"{b} = {a}" for b, a in twins[:5]) + _more(twins, 5)
+    yield _warning(
+        "duplicate",
+        f"{len(twins)} of {len(last)} episodes repeat an earlier one exactly ({listed}): was a file joined "
+        "twice, or a seed used twice? They count double, and validation data among them is no validation",
+    )
+
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def _blocks(array: np.ndarray) -> Iterable[tuple[int, np.ndarray]]:
+    return ((begin, array[begin : begin + BLOCK]) for begin in range(0, len(array), BLOCK))
+
+
+def _float(array: np.ndarray) -> np.ndarray:
+    """Numbers that can be subtracted: unsigned ones wrap around, flags refuse, halves overflow."""
+    return array if array.dtype in (np.float32, np.float64) else array.astype(np.float64)
+
+
+def _more(items: Sequence[Any] | np.ndarray, shown: int) -> str:
+    return f", and {len(items) - shown} more" if len(items) > shown else ""
+
+
+def _error(code: str, message: str) -> Problem:
+    return Problem("error", code, message)
+
+
+def _warning(code: str, message: str) -> Problem:
+    return Problem("warning", code, message)

@@ -1,0 +1,174 @@
+"""The commands `qhyer data generate | check | info | list`. Each returns the process's exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from qhyer.data import check as checks
+from qhyer.data import registry
+from qhyer.data.episodes import read_npz
+from qhyer.data.generate.runner import generate as run_generation
+from qhyer.errors import DataError, UserError
+from qhyer.storage import read_sealed_json
+
+
+def generate(
+    name: str,
+    /,
+    *,
+    episodes: int | None = None,
+    seed: int = 0,
+    workers: int | None = None,
+    out: Path | None = None,
+    overwrite: bool = False,
+) -> int:
+    """Make a dataset with OGBench's own environments and oracles. Run it again after an interruption to go on.
+
+    Args:
+        name: a dataset of `qhyer data list`, such as cube-single-play
+        episodes: training episodes; the official number if not given. Validation has a tenth as many
+        seed: the same seed gives the same file, whatever the number of workers
+        workers: processes; one for each core if not given
+        out: folder to write to; $QHYER_DATA or ./data if not given
+        overwrite: replace a file that was made with other settings
+    """
+    dataset = registry.get(name)
+    run_generation(dataset, out=out, episodes=episodes, seed=seed, workers=workers, overwrite=overwrite)
+    return 0
+
+
+def check(path: Path, /) -> int:
+    """Look for what is wrong with a dataset. The exit code is 1 if it cannot be trained on.
+
+    Args:
+        path: an npz file, yours or OGBench's, or the name of a dataset
+    """
+    path = _locate(str(path))
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        arrays = read_npz(path)
+    except DataError as error:
+        console.print(f"error [shape] {error}", markup=False)
+        return 1
+    problems = checks.find_problems(arrays["observations"], arrays["actions"], arrays["terminals"])
+    if not problems:
+        rows = len(arrays["observations"])
+        console.print(
+            f"{path}: nothing wrong in {rows} rows, {int(np.sum(arrays['terminals'] != 0))} episodes"
+        )
+        return 0
+    console.print(checks.describe(str(path), problems), markup=False)
+    errors = sum(problem.severity == "error" for problem in problems)
+    if errors:
+        console.print("It cannot be trained on until the errors are mended.")
+    return 1 if errors else 0
+
+
+def info(name_or_path: str, /) -> int:
+    """Show what is in a dataset: sizes, ranges, the goal's coordinates, and where it came from.
+
+    Args:
+        name_or_path: a dataset's name, or an npz file
+    """
+    path = _locate(name_or_path)
+    arrays = read_npz(path)
+    observations, actions = np.asarray(arrays["observations"]), np.asarray(arrays["actions"])
+    problems = checks.find_problems(observations, actions, arrays["terminals"])
+    if any(problem.code == "shape" for problem in problems):
+        raise UserError(f"{path} is not a usable dataset; `qhyer data check {path}` says what is wrong")
+    console = Console(highlight=False, soft_wrap=True)
+    dataset = registry.DATASETS.get(path.stem.removesuffix("-val"))
+    names = arrays.get("observation_names")
+    goal: tuple[int, ...] = tuple(range(observations.shape[1]))
+    if dataset is not None:
+        goal = dataset.goal_indices
+    elif "goal_indices" in arrays:
+        goal = tuple(int(i) for i in np.ravel(arrays["goal_indices"]))
+
+    ends = np.flatnonzero(arrays["terminals"])
+    lengths = np.diff(ends, prepend=-1)
+    facts = Table(show_header=False, box=None, pad_edge=False)
+    facts.add_row("file", str(path))
+    facts.add_row("rows", f"{len(observations):,}")
+    facts.add_row("episodes", f"{len(ends):,}" + (f" of {_span(lengths)} rows" if len(ends) else ""))
+    facts.add_row("observation", f"{observations.shape[1]} columns, {observations.dtype}")
+    facts.add_row("action", f"{actions.shape[1]} columns, {actions.dtype}")
+    facts.add_row(
+        "goal", f"columns {', '.join(map(str, goal))}" if len(goal) < observations.shape[1] else "all columns"
+    )
+    others = sorted(set(arrays) - {"observations", "actions", "terminals"})
+    if others:
+        facts.add_row("also", ", ".join(f"{key} {arrays[key].shape}" for key in others))
+    for label, value in _provenance(path):
+        facts.add_row(label, value)
+    console.print(facts)
+
+    ranges = Table(title="ranges", title_justify="left")
+    for heading in ("column", "least", "mean", "std", "greatest", "goal"):
+        ranges.add_column(heading, justify="right")
+    for kind, array in (("observation", observations), ("action", actions)):
+        columns = zip(
+            array.min(0), array.mean(0, dtype=np.float64), array.std(0, dtype=np.float64), array.max(0)
+        )
+        for index, values in enumerate(columns):
+            label = f"{kind} {index}"
+            if kind == "observation" and names is not None and index < len(names):
+                label += f" {names[index]}"
+            mark = "*" if kind == "observation" and index in goal else ""
+            ranges.add_row(label, *(f"{float(value):.4g}" for value in values), mark)
+    console.print(ranges)
+    return 0
+
+
+def list_() -> int:
+    """List the datasets there are, their official sizes, and which are on this disk."""
+    table = Table()
+    for heading in ("dataset", "episodes", "rows", "goal columns", "on disk"):
+        table.add_column(
+            heading, justify="right" if heading in ("episodes", "rows", "goal columns") else "left"
+        )
+    for dataset in registry.DATASETS.values():
+        found = registry.find(dataset.name)
+        place = "" if found is None else f"{found} ({found.stat().st_size / 1e6:,.0f} MB)"
+        rows = dataset.episodes * dataset.rows
+        table.add_row(
+            dataset.name, f"{dataset.episodes:,}", f"{rows:,}", str(len(dataset.goal_indices)), place
+        )
+    Console(highlight=False).print(table)
+    return 0
+
+
+def _locate(name_or_path: str) -> Path:
+    """A file if there is one; otherwise the name of a dataset that must be on the disk."""
+    path = Path(name_or_path)
+    if path.is_file() or path.suffix == ".npz":
+        return path  # reading it says so if it does not exist
+    dataset = registry.get(name_or_path)
+    found = registry.find(dataset.name)
+    if found is None:
+        raise UserError(f"{dataset.name} is not on this disk; `qhyer data generate {dataset.name}` makes it")
+    return found
+
+
+def _span(values: np.ndarray) -> str:
+    return f"{values.min()}" if values.min() == values.max() else f"{values.min()} to {values.max()}"
+
+
+def _provenance(path: Path) -> list[tuple[str, str]]:
+    """The sidecar in a few lines. `read_npz` has checked it against the file by now."""
+    sidecar = path.with_suffix(".json")
+    if not sidecar.is_file():
+        return [("provenance", f"none: there is no {sidecar.name}")]
+    recorded: dict[str, Any] = read_sealed_json(sidecar)
+    lines: list[tuple[str, str]] = [
+        (key, str(recorded[key])) for key in ("environment", "split", "seed", "sha256") if key in recorded
+    ]
+    for key in ("settings", "versions"):
+        if isinstance(recorded.get(key), dict):
+            lines.append((key, ", ".join(f"{name} {value}" for name, value in recorded[key].items())))
+    return lines
