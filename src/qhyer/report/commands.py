@@ -35,8 +35,8 @@ def headline(made: Report) -> list[Grid]:
         tasks, lines = wide(made.success, dataset)
         grid = Grid(title=dataset, title_justify="left", title_style="bold", box=None, pad_edge=False)
         for name in ("agent", "preset"):
-            grid.add_column(name)
-        for name in ("seeds", "success %", "95 % interval", *(f"task {task}" for task in tasks)):
+            grid.add_column(name, no_wrap=True, min_width=len(name))
+        for name in ("seeds", "success %", "95 % interval", *(f"t{task}" for task in tasks)):
             grid.add_column(name, justify="right", no_wrap=True)
         for cells in sorted(lines, key=lambda cells: -cells[0].mean if cells[0] else 0.0):
             row = cells[0]

@@ -165,18 +165,17 @@ def _themed(svg: str, marks: Palette, alt: str, key: str) -> str:
         svg = svg.replace(colour, f"var(--{name})")
     # Ids are unique within one drawing only; the page holds many.
     prefix = "f" + hashlib.sha256(key.encode()).hexdigest()[:8]
+    svg = re.sub(r'(<image [^>]*?)\bid="[^"]*"', r"\1", svg)  # two equal colour bars have one id
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
     svg = re.sub(r"url\(#", f"url(#{prefix}-", svg)
-    svg = re.sub(r'href="#', f'href="#{prefix}-', svg)
+    svg = re.sub(r'href="#', f'href="#{prefix}-', svg).replace("xlink:href", "href")
     # The page's own font, whatever matplotlib measured with.
-    svg = re.sub(r"font: ([^;\"]*?)'[^\";]*?(sans-serif|serif)", r"font: \1var(--sans)", svg)
+    svg = re.sub(r"font-family: [^;\"]*", "font-family: var(--sans)", svg)
+    svg = re.sub(r"(font: [^;\"']*)'[^;\"]*", r"\1var(--sans)", svg)
     svg = re.sub(r"\n\s*", "\n", svg)
     box = re.search(r'viewBox="([^"]+)"', svg)
     assert box is not None
-    head = (
-        f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{box.group(1)}" role="img" '
-        f'aria-label="{html.escape(alt)}">'
-    )
+    head = f'<svg viewBox="{box.group(1)}" role="img" aria-label="{html.escape(alt)}">'
     return head + svg[svg.index(">") + 1 :]
 
 
@@ -209,7 +208,7 @@ def success_bars(found: Sequence[Group]) -> Figure | None:
             right=1 - 0.15 / width,
             top=1 - 0.32 / (height * down),
             bottom=0.32 / (height * down),
-            wspace=0.16,
+            wspace=0.2,
             hspace=0.62 / (height - 0.62),
         )
         for ax in axes.flat[len(columns) :]:
@@ -228,6 +227,8 @@ def success_bars(found: Sequence[Group]) -> Figure | None:
                 row = rows[name].get(column)
                 if row is not None:
                     _bar(ax, place, row, colours[agent_variable(agents[name])], colours)
+            for text, side in zip(ax.get_xticklabels(), ("left", "center", "right")):
+                text.set_horizontalalignment(side)  # so that 100 keeps off the next panel's 0
             ax.set_yticks(range(len(order)), [_shorten(name) for name in order])
             for text in ax.get_yticklabels():
                 text.set_color(colours["ink"])
@@ -384,11 +385,37 @@ def _maze(ax: Any, arrays: Mapping[str, np.ndarray], colours: Palette) -> None:
                 face = colours["wall"]
                 ax.add_patch(Rectangle(corner, *size, facecolor=face, edgecolor=face, linewidth=0.7))
             j = max(end, j + 1)
-    height, width = walls.shape
+    _frame(ax, arrays)
+
+
+def _frame(ax: Any, arrays: Mapping[str, np.ndarray]) -> None:
+    """Show the whole map and nothing else; drawing a picture into the axes moves their limits."""
+    height, width = arrays["maze_map"].shape
+    unit = float(arrays["maze_unit"])
+    offset_x, offset_y = (float(value) for value in arrays["maze_offset"])
     ax.set_xlim(-0.5 * unit - offset_x, (width - 0.5) * unit - offset_x)
     ax.set_ylim(-0.5 * unit - offset_y, (height - 0.5) * unit - offset_y)
     ax.set_aspect("equal")
     ax.set_axis_off()
+
+
+def _panels(
+    count: int, across: int, size: tuple[float, float], right: float = 0.0
+) -> tuple[Canvas, list[Any]]:
+    """Axes of exactly this size in inches, a title's height above each and `right` free beside each."""
+    width, height = size
+    gap, title = 0.1, 0.27
+    across = min(across, count)
+    down = -(-count // across)
+    full = (across * (width + right) + (across - 1) * gap, down * (height + title) + (down - 1) * gap)
+    canvas = plt.figure(figsize=full)
+    axes = []
+    for index in range(count):
+        row, column = divmod(index, across)
+        x = column * (width + right + gap)
+        y = full[1] - (row + 1) * (height + title) - row * gap
+        axes.append(canvas.add_axes((x / full[0], y / full[1], width / full[0], height / full[1])))
+    return canvas, axes
 
 
 def _goal(ax: Any, x: float, y: float, colours: Palette) -> None:
@@ -422,24 +449,14 @@ def rollout_maps(group: Group) -> Figure | None:
 
     def draw(colours: Palette) -> Canvas:
         height, width = arrays["maze_map"].shape
-        across = min(5, len(tasks)) if width <= 1.3 * height else min(4, len(tasks))
-        down = -(-len(tasks) // across)
-        panel = 9.8 / max(across, 3)
-        canvas, axes = plt.subplots(
-            down,
-            across,
-            figsize=(panel * across, (panel * height / width + 0.3) * down),
-            squeeze=False,
-            layout="constrained",
-        )
-        canvas.get_layout_engine().set(w_pad=0.04, h_pad=0.03, wspace=0, hspace=0)
-        for ax in axes.flat[len(tasks) :]:
-            ax.set_visible(False)
-        for ax, task in zip(axes.flat, tasks):
+        across = 5 if width <= 1.3 * height else 3
+        panel = (9.9 - 0.1 * (across - 1)) / across
+        canvas, axes = _panels(len(tasks), across, (panel, panel * height / width))
+        for ax, task in zip(axes, tasks):
             _maze(ax, arrays, colours)
             row = rates.get(task)
-            rate = f"  {number(row.mean)} %" if row else ""
-            ax.set_title(f"task {task}{rate}", loc="left", pad=3)
+            rate = f": {number(row.mean)} %" if row else ""
+            ax.set_title(f"task {task}{rate}", loc="left", pad=4)
             for index in np.flatnonzero(names == task)[:ROLLOUTS]:
                 _path(ax, arrays["observations"][index], bool(arrays["success"][index]), colours)
             first = np.flatnonzero(names == task)[0]
@@ -447,15 +464,12 @@ def rollout_maps(group: Group) -> Figure | None:
             _goal(ax, float(goal[0]), float(goal[1]), colours)
         return canvas
 
-    drawn = min(ROLLOUTS, int(max((names == task).sum() for task in tasks)))
     reached = sum(bool(value) for value in arrays["success"])
-    step = run.rollouts.stem
     return render(
         draw,
         alt=f"Maze maps with the recorded rollouts of {group.label} on {group.dataset}, one for each of "
         f"{len(tasks)} tasks; {reached} of {len(names)} recorded rollouts reached the goal.",
-        caption=f"{group.label}: up to {drawn} rollouts for each task (seed {run.seed}, step {step}); the "
-        " percentage is the success over all evaluation episodes.",
+        caption=f"{group.label}, seed {run.seed}, step {int(run.rollouts.stem):,}",
         key=f"maps {group.dataset} {group.preset} {group.label}",
     )
 
@@ -496,19 +510,13 @@ def density_maps(group: Group) -> Figure | None:
     walls = _walls(run)
     dx, dy = (np.diff(axis).mean() if axis.size > 1 else 1.0 for axis in (x, y))
     extent = (x[0] - dx / 2, x[-1] + dx / 2, y[0] - dy / 2, y[-1] + dy / 2)
+    shape = walls["maze_map"].shape if walls is not None else (extent[3] - extent[2], extent[1] - extent[0])
 
     def draw(colours: Palette) -> Canvas:
-        across = min(3, len(values))
-        down = -(-len(values) // across)
-        panel = 9.6 / max(across, 3)
-        tall = panel * (extent[3] - extent[2]) / (extent[1] - extent[0])
-        canvas, axes = plt.subplots(
-            down, across, figsize=(panel * across, (tall + 0.3) * down), squeeze=False, layout="constrained"
-        )
-        canvas.get_layout_engine().set(w_pad=0.04, h_pad=0.04)
-        for ax in axes.flat[len(values) :]:
-            ax.set_visible(False)
-        for ax, field, goal, title in zip(axes.flat, values, arrays["goals"], arrays["titles"]):
+        panel = 2.7
+        tall = panel * shape[0] / shape[1]
+        canvas, axes = _panels(len(values), 3, (panel, tall), right=0.5)
+        for ax, field, goal, title in zip(axes, values, arrays["goals"], arrays["titles"]):
             if walls is not None:
                 _maze(ax, walls, colours)
             finite = field[np.isfinite(field)]
@@ -524,14 +532,17 @@ def density_maps(group: Group) -> Figure | None:
                 interpolation="nearest",
                 zorder=2,
             )
+            if walls is not None:
+                _frame(ax, walls)
+            _goal(ax, float(goal[0]), float(goal[1]), colours)
+            ax.set_title(_shorten(str(title), 34), loc="left", pad=4)
             if walls is None:
                 ax.set_axis_off()
                 ax.set_aspect("equal")
-            _goal(ax, float(goal[0]), float(goal[1]), colours)
-            ax.set_title(_shorten(str(title), 34), loc="left", pad=3)
-            bar = canvas.colorbar(image, ax=ax, shrink=0.72, pad=0.02, aspect=18)
+            bar = canvas.colorbar(image, cax=ax.inset_axes((1.025, 0.12, 0.035, 0.76)))
             bar.outline.set_visible(False)
-            bar.ax.tick_params(length=0, labelsize=7.5)
+            bar.ax.tick_params(length=0, labelsize=8)
+            bar.ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5))
         return canvas
 
     return render(

@@ -63,6 +63,8 @@ h2 { font-size: clamp(1.35rem, 1.1rem + 1vw, 1.65rem); margin: 3.5rem 0 .75rem; 
 h3 { font-size: 1.15rem; margin: 2.25rem 0 .5rem; }
 p { margin: .6rem 0; max-width: 44rem; }
 .lead { color: var(--soft); font-size: 1.05rem; }
+.small { color: var(--soft); font-size: .88rem; max-width: 44rem; }
+ol.small { padding-left: 1.4rem; }
 a { color: var(--good); text-underline-offset: .18em; }
 nav ul { list-style: none; display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; padding: 0; margin: 1rem 0 0;
   font-size: .92rem; }
@@ -73,9 +75,11 @@ table { border-collapse: collapse; width: 100%; font-size: .93rem; font-variant-
 caption { caption-side: top; text-align: left; padding: .7rem .9rem; color: var(--soft); font-size: .88rem; }
 th, td { padding: .42rem .9rem; text-align: right; white-space: nowrap; border-top: 1px solid var(--rule); }
 thead th { color: var(--soft); font-weight: 500; font-size: .85rem; border-top: 1px solid var(--rule); }
+caption span { position: sticky; left: .9rem; display: inline-block; max-width: calc(100vw - 4.5rem); }
 tbody th { font-weight: 500; }
+tbody th[scope=row] { position: sticky; left: 0; background: var(--paper); }
 th.t, td.t { text-align: left; }
-td.w { white-space: normal; min-width: 14rem; }
+sup { font-size: .68em; color: var(--soft); margin-left: .15em; line-height: 0; }
 tr.group th { text-align: left; background: var(--panel); color: var(--ink); font-weight: 600;
   padding-top: .6rem; }
 .dot { display: inline-block; width: .68em; height: .68em; border-radius: 50%; margin-right: .55em; }
@@ -131,7 +135,7 @@ def _table(caption: str, head: str, body: str) -> str:
     name = html.escape(caption, quote=True)
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{name}"><table>'
-        f"<caption>{escape(caption)}</caption><thead>{head}</thead>{body}</table></div>"
+        f"<caption><span>{escape(caption)}</span></caption><thead>{head}</thead>{body}</table></div>"
     )
 
 
@@ -223,9 +227,9 @@ def _comparison(lines: Sequence[Comparison]) -> str:
         "step",
         "difference",
         "verdict",
-        "source",
     ]
-    text = {0, 6, 7}
+    text = {0, 6}
+    sources = list(dict.fromkeys(line.source for line in lines if line.source))
     head = "".join(
         f'<th scope="col"{" class=t" if i in text else ""}>{name}</th>' for i, name in enumerate(columns)
     )
@@ -234,23 +238,29 @@ def _comparison(lines: Sequence[Comparison]) -> str:
         name = f"{line.agent} ({line.variant})" if line.variant else line.agent
         name += f" {line.preset}" if line.preset else ""
         quiet = ' class="quiet"' if line.verdict in (NOT_RUN, NO_NUMBER) else ""
+        mark = f"<sup>{sources.index(line.source) + 1}</sup>" if line.source else ""
         tone = {ABOVE: " above", BELOW: " below"}.get(line.verdict, "")
         body += (
-            f'<tr{quiet}><th scope="row" class="t">{escape(name)}</th><td>{published_text(line)}</td>'
+            f'<tr{quiet}><th scope="row" class="t">{escape(name)}</th><td>{published_text(line)}{mark}</td>'
             f"<td>{ours_text(line)}</td><td>{line.seeds or ''}</td><td>{_steps(line.step)}</td>"
-            f'<td>{difference_text(line)}</td><td class="t tag{tone}">{WORDS[line.verdict]}</td>'
-            f'<td class="t w">{escape(line.source)}</td></tr>'
+            f'<td>{difference_text(line)}</td><td class="t tag{tone}">{WORDS[line.verdict]}</td></tr>'
         )
     counts = tally(lines)
     compared = sum(counts.values())
     summary = (
-        f"Of {_plural(compared, 'comparison')}, {counts[ABOVE]} of ours lie above the published mean, "
-        f"{counts[AGREES]} agree with it (it lies in our interval) and {counts[BELOW]} lie below."
+        f"Of {_plural(compared, 'comparison')}: {counts[ABOVE]} above the published mean, {counts[AGREES]} "
+        f"in agreement with it (it lies in our interval), {counts[BELOW]} below."
         if compared
         else "None of the agents run here has a published number on this dataset."
     )
-    return f"<p>{summary}</p>" + _table(
-        "Published success against ours.", f"<tr>{head}</tr>", f"<tbody>{body}</tbody>"
+    return (
+        f"<p>{summary}</p>"
+        + _table(
+            "Published success against ours; the small number names the source.",
+            f"<tr>{head}</tr>",
+            f"<tbody>{body}</tbody>",
+        )
+        + f"<ol class=small>{''.join(f'<li>{escape(source)}</li>' for source in sources)}</ol>"
     )
 
 
@@ -261,7 +271,9 @@ class _Pictures:
         self.spent = 0
         self.problems: list[str] = []
 
-    def __call__(self, draw: Callable[[T], figures.Figure | None], about: T, name: str) -> str:
+    def __call__(
+        self, draw: Callable[[T], figures.Figure | None], about: T, name: str, heading: str = ""
+    ) -> str:
         if self.spent > FIGURE_BUDGET:
             self.problems.append(f"{name} is not drawn, to keep the page small; report fewer runs to see it")
             return ""
@@ -279,12 +291,14 @@ class _Pictures:
             return ""
         self.spent += figure.size
         # Below this width the text would be too small to read: the box scrolls instead.
-        least = min(figure.width, max(300, round(figure.width * 0.72)))
-        return (
-            f'<figure><div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}">'
+        least = min(figure.width, max(300, round(figure.width * 0.78)))
+        box = (
+            f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}">'
             f'<div style="min-width:{least}px;max-width:{figure.width + 60}px">{figure.markup}</div></div>'
-            f"<figcaption>{escape(figure.caption)}</figcaption></figure>"
         )
+        caption = f"<figcaption>{heading}{escape(figure.caption)}</figcaption>"
+        # A row of maps is named above, like a row of a table; a picture is explained below.
+        return f"<figure>{caption + box if heading else box + caption}</figure>"
 
 
 MAP_KEY = """<p class="key" aria-label="Key">
@@ -299,27 +313,32 @@ stroke="var(--ink)" stroke-width="1.3"/></svg>start</span>
 
 def _dataset(
     dataset: str,
+    title: str,
     found: Sequence[Group],
     rows: Sequence[SuccessRow],
     lines: Sequence[Comparison],
     pictures: _Pictures,
 ) -> str:
-    part = f'<section id="{anchor(dataset)}"><h2>{escape(dataset)}</h2>'
+    part = f'<section id="{anchor(dataset)}"><h2>{escape(title)}</h2>'
     part += pictures(figures.success_bars, found, f"Success for each task on {dataset}")
     if any(row.dataset == dataset and row.task != OVERALL for row in rows):
-        part += _per_task(rows, dataset)
+        part += "<details><summary>The same in numbers</summary><div class=inside>"
+        part += _per_task(rows, dataset) + "</div></details>"
     if lines:
         part += "<h3>Published against ours</h3>" + _comparison(lines)
         part += (
-            "<p class=lead style='font-size:.92rem'>Published numbers come from full-length training on the "
+            "<p class=small>Published numbers come from full-length training on the "
             "published dataset, and OGBench averages the last three evaluations. Ours are the last "
             "evaluation of the runs listed below, with the steps and data given there.</p>"
         )
     maps = "".join(
-        pictures(figures.rollout_maps, group, f"Rollouts of {group.label} on {dataset}") for group in found
+        pictures(figures.rollout_maps, group, f"Rollouts of {group.label} on {dataset}", _dot(group.agent))
+        for group in found
     )
     if maps:
         part += f"<h3>Where the policies go</h3>{MAP_KEY}{maps}"
+        part += f"<p class=small>Up to {figures.ROLLOUTS} recorded rollouts for each task. The percentage "
+        part += "above a map is the success over all evaluation episodes of all seeds.</p>"
     density = "".join(
         pictures(figures.density_maps, group, f"Goal density of {group.label} on {dataset}")
         for group in found
@@ -342,6 +361,13 @@ def _dataset(
             part += f"<details{opened}><summary>{_dot(group.agent)}Training curves of {escape(group.label)}"
             part += f'</summary><div class="inside">{markup}</div></details>'
     return part + "</section>"
+
+
+def _score(group: Group, rows: Sequence[SuccessRow]) -> float:
+    """Sections list agents as the headline does, the best first."""
+    key = (group.dataset, group.agent, group.preset, group.variant, OVERALL)
+    scores = [r.mean for r in rows if (r.dataset, r.agent, r.preset, r.variant, r.task) == key]
+    return scores[0] if scores else -1.0
 
 
 def _duration(seconds: float) -> str:
@@ -405,28 +431,29 @@ def _reproduce(table: Table, sources: Sequence[Path], out: Path) -> str:
     lacking = sum(not command for command in commands)
     note = f" {_plural(lacking, 'run')} did not record a command." if lacking else ""
     return (
-        "<p>These commands train the runs and write this page again; the same seed on the same versions gives "
-        f"the same rows.{note}</p><pre><code>{escape(text)}</code></pre>"
+        "<p>These commands train the runs and write this page again; the same seed on the same versions "
+        f"gives the same rows.{note}</p><pre><code>{escape(text)}</code></pre>"
     )
 
 
 def _statistics(rows: Sequence[SuccessRow]) -> str:
     kinds = {row.interval for row in rows}
     notes = [
-        "<strong>Success.</strong> An evaluation runs a fixed number of episodes for each task. A run's score "
-        "is the mean of its task means at its last evaluated step.",
+        "<strong>Success.</strong> An evaluation runs a fixed number of episodes for each task. A run's "
+        "score is the mean of its task means at its last evaluated step.",
         "<strong>±</strong> is the sample standard deviation over seeds (n − 1). One seed has none.",
     ]
     if "wilson" in kinds:
         notes.append(
-            "<strong>Interval with one seed.</strong> Wilson's 95 % score interval over the episodes. It says "
-            "how well this one policy was measured, not how another seed would do."
+            "<strong>Interval with one seed.</strong> Wilson's 95 % score interval over the episodes. It "
+            "says how well this one policy was measured, not how another seed would do."
         )
     if "bootstrap" in kinds:
         notes.append(
-            f"<strong>Interval with several seeds.</strong> A 95 % percentile bootstrap of the mean "
-            f"({RESAMPLES:,} resamples, fixed generator): seeds are drawn with replacement within each task. With "
-            "fewer than about five seeds it is too narrow, and one of zero width says only that the seeds scored alike."
+            "<strong>Interval with several seeds.</strong> A 95 % percentile bootstrap of the mean "
+            f"({RESAMPLES:,} resamples, fixed generator): seeds are drawn with replacement within each "
+            "task. With fewer than about five seeds it is too narrow. Where all seeds scored "
+            "alike, Wilson's stands in."
         )
     notes.append(
         "<strong>Files.</strong> <code>success.csv</code> has every row with mean, std, interval and "
@@ -450,7 +477,8 @@ def page(
     sections = "".join(
         _dataset(
             dataset,
-            [group for group in found if group.dataset == dataset],
+            dataset if len(datasets) > 1 else "Task by task",
+            sorted((g for g in found if g.dataset == dataset), key=lambda g: -_score(g, rows)),
             rows,
             [line for line in lines if line.dataset == dataset],
             pictures,

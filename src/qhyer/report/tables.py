@@ -20,7 +20,13 @@ from qhyer.rng import numpy_stream
 
 OVERALL = "overall"
 MISSING = "(absent)"
-TRAINING = ("steps", "updates", "batch", "batch_size")  # settings of the trainer that make another experiment
+TRAINING = (
+    "steps",
+    "updates",
+    "batch",
+    "batch_size",
+    "precision",
+)  # settings of the trainer that make another experiment
 
 
 @dataclass(frozen=True)
@@ -169,8 +175,9 @@ def _row(
     scores = [run_score(rows) for rows in members]
     mean, std = mean_and_std(scores)
     episodes = sum(len(rows) for rows in members)
-    if len(members) == 1:
-        # Over several tasks, the rate that weighs tasks equally stands for the rate of the pooled episodes.
+    if all(len(set(values)) == 1 for values in strata):
+        # One seed, or seeds that scored alike: a bootstrap over seeds would have no width, but the episodes
+        # still say something. The rate that weighs tasks equally stands for that of the pooled episodes.
         low, high = wilson(mean * episodes, episodes)
         kind = "wilson"
     else:
@@ -323,6 +330,7 @@ def success_markdown(rows: Sequence[SuccessRow]) -> str:
         parts.append(f"### {dataset}\n\n" + markdown(header, body, left=2))
     notes = (
         "Success in percent at the last evaluation. ± is the standard deviation over seeds. The interval is "
-        "Wilson's over episodes for one seed, and a stratified bootstrap over seeds × tasks for several."
+        "Wilson's over episodes for one seed (or seeds that scored alike), and a stratified bootstrap "
+        "over seeds × tasks for several."
     )
     return "\n".join(parts) + f"\n{notes}\n"

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from qhyer.report.collect import collect
+from qhyer.report.compare import compare, difference_text, tally
+from qhyer.report.published import canonical, for_dataset, published
+from qhyer.report.tables import groups, success_csv, success_markdown, success_rows, warnings
+
+
+def rows_of(root):
+    return success_rows(groups(collect([root])))
+
+
+def test_exact_rows(runs):
+    rows = {(row.agent, row.task): row for row in rows_of(runs)}
+    assert set(rows) == {(agent, task) for agent in ("qhyer", "gcbc") for task in ("overall", "1", "2")}
+    overall = rows["qhyer", "overall"]
+    # seed 0: (100 + 50) / 2 = 75; seed 1: (75 + 25) / 2 = 50
+    assert (overall.seeds, overall.episodes, overall.step) == (2, 16, "200")
+    assert overall.mean == 62.5 and overall.std == pytest.approx(25 / math.sqrt(2))
+    assert overall.interval == "bootstrap" and (overall.low, overall.high) == (50.0, 75.0)
+    assert overall.iqm == pytest.approx((50 + 75) / 2)
+    assert rows["qhyer", "1"].mean == 87.5 and rows["qhyer", "2"].mean == 37.5
+    one = rows["gcbc", "overall"]
+    assert one.mean == 12.5 and math.isnan(one.std) and one.interval == "wilson"
+    assert (one.low, one.high) == pytest.approx((2.2417, 47.0887), abs=1e-3)  # Wilson, 1 of 8
+
+
+def test_the_score_is_the_last_step(runs):
+    rows = [row for row in rows_of(runs) if row.task == "overall"]
+    assert {row.step for row in rows} == {"200"}  # qhyer was also evaluated at step 100, at 0 and 50 %
+
+
+def test_csv_and_markdown(runs):
+    rows = rows_of(runs)
+    lines = success_csv(rows).splitlines()
+    assert lines[0] == "dataset,agent,preset,variant,task,step,seeds,episodes,mean,std,low,high,interval,iqm"
+    assert lines[1].startswith("pointmaze-medium-navigate-v0,gcbc,demo,,overall,200,1,8,12.5,,")
+    assert len(lines) == 1 + len(rows)
+    text = success_markdown(rows)
+    assert "| agent | preset | seeds | success % | 95 % interval | task 1 | task 2 |" in text
+    assert "| qhyer | demo | 2 | **62.5 ± 17.7** | 50–75 | **87.5** | **37.5** |" in text
+    assert "| gcbc | demo | 1 | 12.5 | 2.2–47.1 | 25 | 0 |" in text
+
+
+def test_intervals_do_not_depend_on_the_other_agents(runs, tmp_path, make_run):
+    before = {(row.agent, row.task): (row.low, row.high) for row in rows_of(runs)}
+    make_run(runs, "crl", 0, {1: [1, 0], 2: [0, 1]})
+    after = {(row.agent, row.task): (row.low, row.high) for row in rows_of(runs)}
+    assert before.items() <= after.items()
+
+
+def test_seeds_that_score_alike_still_have_an_interval(tmp_path, make_run):
+    for seed in range(3):
+        make_run(tmp_path, "gcbc", seed, {1: [0] * 10})
+    row = rows_of(tmp_path)[0]
+    assert (row.mean, row.low, row.interval) == (0, 0, "wilson") and row.high == pytest.approx(
+        11.35, abs=0.01
+    )
+
+
+def test_an_ablation_is_not_averaged_with_the_real_thing(tmp_path, make_run):
+    make_run(tmp_path, "qhyer", 0, {1: [1, 1]})
+    make_run(tmp_path, "qhyer", 1, {1: [1, 1]})
+    make_run(tmp_path, "qhyer", 0, {1: [0, 0]}, name="ablated", config={"tau": 0.5})
+    rows = [row for row in rows_of(tmp_path) if row.task == "overall"]
+    assert [(row.variant, row.seeds, row.mean) for row in rows] == [("tau=0.5", 1, 0), ("tau=0.95", 2, 100)]
+
+
+def test_what_must_be_known_before_comparing(tmp_path, make_run):
+    make_run(tmp_path, "qhyer", 0, {1: [1, 1], 2: [1, 0]})
+    make_run(tmp_path, "qhyer", 0, {1: [0, 0]}, name="again", step=400)
+    notes = " ".join(warnings(groups(collect([tmp_path]))))
+    assert "2 different runs have seed 0" in notes
+    assert "different steps (200–400)" in notes
+    assert "again was not evaluated on task 2" in notes
+
+
+def test_published_numbers_add_up_to_the_totals_their_paper_prints():
+    totals = {
+        ("cube", "play"): [24, 68, 16, 0, 8, 90, 111, 6, 35, 152],
+        ("cube", "noisy"): [45, 64, 46, 2, 10, 94, 124, 29, 43, 145],
+        ("puzzle", "play"): [26, 19, 29, 11, 2, 36, 147, 1, 8, 169],
+        ("puzzle", "noisy"): [74, 104, 54, 11, 1, 98, 160, 0, 39, 172],
+        ("visual-cube", "play"): [149, 148, 100, 0, 21, 84, 46, 62, 50, 99],
+    }
+    agents = ["HIQL", "SAW", "OTA", "Eik-HIQRL", "GCBC", "GCIVL", "GCIQL", "QRL", "CRL", "QHyer"]
+    ours = [entry for entry in published() if entry.source.startswith("QHyer paper")]
+    for (env, kind), expected in totals.items():
+        for agent, total in zip(agents, expected):
+            found = [
+                entry.mean
+                for entry in ours
+                if entry.agent == agent
+                and entry.dataset.startswith(f"{env}-")
+                and f"-{kind}-" in entry.dataset
+            ]
+            # Eik-HIQRL is not reported on pixels
+            assert sum(found) == total, (env, kind, agent)
+    assert len(ours) == 23 * 10 - 5
+    assert all(0 <= entry.mean <= 100 and entry.source for entry in published())
+    keys = [(entry.dataset, entry.agent, entry.source) for entry in published()]
+    assert len(keys) == len(set(keys))
+
+
+def test_names_of_agents_meet():
+    assert canonical("Eik-HIQRL") == canonical("eik_hiqrl")
+    assert {entry.agent for entry in for_dataset("pointmaze-medium-navigate-v0")} == {"GCBC", "GCIQL", "HIQL"}
+
+
+def test_losses_are_shown(tmp_path, make_run):
+    def result(agent, dataset, successes, trials):
+        make_run(tmp_path, agent, 0, {1: [1] * successes + [0] * (trials - successes)}, dataset=dataset)
+
+    result("qhyer", "cube-single-play-v0", 50, 100)  # published 84
+    result("gciql", "cube-single-play-v0", 90, 100)  # published 68
+    result("gcbc", "cube-single-play-v0", 6, 100)  # published 6
+    result("mine", "cube-single-play-v0", 1, 100)
+    lines = compare(rows_of(tmp_path))
+    found = {line.agent: line for line in lines}
+    assert found["qhyer"].verdict == "below" and difference_text(found["qhyer"]) == "−34"
+    assert found["gciql"].verdict == "above" and found["gciql"].published_std == 6
+    assert found["gcbc"].verdict == "agrees" and found["gcbc"].difference == pytest.approx(0)
+    assert found["mine"].verdict == "unpublished"
+    assert found["GCIVL"].verdict == "not run" and found["GCIVL"].seeds == 0
+    assert tally(lines) == {"above": 1, "agrees": 1, "below": 1}
+    # two papers disagree about SAW on this dataset: both numbers stand
+    assert sorted(line.published for line in lines if line.agent == "SAW") == [23, 72]
