@@ -23,6 +23,7 @@ ACTION_TOLERANCE = 1e-6
 LARGEST = float(np.finfo(np.float32).max)
 BLOCK = 1 << 15  # rows looked at together: bounds the memory, whatever the size of the dataset
 SAMPLED_STEPS = 1 << 17  # steps that estimate what is typical
+MOVES = 1e-4  # share of a column's spread that counts as a move; the rest is a simulator's jitter
 JUMP_ONE = 20.0  # times the 99.9% step, in any column
 JUMP_MOST = 10.0  # times the 99% step, in most columns at once
 JUMP_STD = 0.5  # and at least this share of the column's spread
@@ -191,24 +192,26 @@ def _extremes(actions: np.ndarray, terminals: np.ndarray) -> tuple[np.ndarray, n
 def _jumps(observations: np.ndarray, terminals: np.ndarray, last: np.ndarray) -> Iterator[Problem]:
     """Steps far larger than is usual, inside an episode: most often an end that was not marked.
 
-    Columns that stand still most of the time (switches, one-hot states) may jump. A step is far in one column
+    Columns that mostly stand still (switches, buttons, drawers) may jump. A step is far in one column
     beyond 20 times the 99.9% step, or in most columns at once beyond 10 times the 99% step: unmarked ends are
     more than 0.1% of the rows when episodes are short, and would hide themselves in the former.
     """
     steps = len(observations) - 1
     inside = terminals[:-1] == 0
     chosen = np.flatnonzero(inside)
-    if len(chosen) < 20:
-        return
+    if len(chosen) < 100:
+        return  # too few to say what is usual
     sample = chosen[:: max(1, len(chosen) // SAMPLED_STEPS)]
     sampled = np.abs(_float(observations[sample + 1]) - _float(observations[sample]))
-    moving = np.flatnonzero((sampled > 0).mean(0) > 0.1)
+    spread = _float(observations[sample]).std(0)
+    moving = np.flatnonzero((sampled > MOVES * spread).mean(0) > 0.1)
     if not len(moving):
         return
     sampled = sampled[:, moving]
-    ranks = [int(q * (len(sampled) - 1)) for q in (0.99, 0.999)]
+    # Of few steps, the ten largest are left out: they may be what is looked for.
+    ranks = [min(int(q * len(sampled)), len(sampled) - 11) for q in (0.99, 0.999)]
     usual, large = np.partition(sampled, ranks, axis=0)[ranks]
-    spread = JUMP_STD * _float(observations[sample][:, moving]).std(0)
+    spread = JUMP_STD * spread[moving]
     limit_one = np.maximum(JUMP_ONE * large, spread)
     limit_most = np.maximum(JUMP_MOST * usual, spread)
     found: list[np.ndarray] = []

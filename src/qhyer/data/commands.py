@@ -27,7 +27,7 @@ def generate(
     out: Path | None = None,
     overwrite: bool = False,
 ) -> int:
-    """Make a dataset with OGBench's own environments and oracles. Run it again after an interruption to go on.
+    """Make a dataset with OGBench's own environments and oracles. Run it again to go on after a stop.
 
     Args:
         name: a dataset of `qhyer data list`, such as cube-single-play
@@ -128,10 +128,10 @@ def info(name_or_path: str, /) -> int:
 def list_() -> int:
     """List the datasets there are, their official sizes, and which are on this disk."""
     table = Table()
-    for heading in ("dataset", "episodes", "rows", "goal columns", "on disk"):
-        table.add_column(
-            heading, justify="right" if heading in ("episodes", "rows", "goal columns") else "left"
-        )
+    table.add_column("dataset", no_wrap=True)
+    for heading in ("episodes", "rows", "goal columns"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("on disk", overflow="fold")
     for dataset in registry.DATASETS.values():
         found = registry.find(dataset.name)
         place = "" if found is None else f"{found} ({found.stat().st_size / 1e6:,.0f} MB)"

@@ -93,9 +93,11 @@ class Episodes:
         ends          (N,) flags, 1 on each episode's last row, or the (E,) rows of those last states
         goal          the coordinates that make the goal, by index or by name; all of them when not given
         """
-        observations = np.asarray(observations)
-        actions = np.asarray(actions)
-        flags = _end_flags(np.asarray(ends), len(observations))
+        try:
+            observations, actions, ends = np.asarray(observations), np.asarray(actions), np.asarray(ends)
+        except ValueError as error:
+            raise DataError(f"{name}: not an array, rows of unequal length? ({error})") from None
+        flags = _end_flags(ends, observations.shape[0] if observations.ndim else 0)
         problems = check.find_problems(observations, actions, flags)
         errors = [p for p in problems if p.severity == "error"]
         if errors:
@@ -209,7 +211,8 @@ def _end_flags(ends: np.ndarray, rows: int) -> np.ndarray:
     """Flags of length N from flags or from row numbers."""
     if ends.ndim == 1 and len(ends) == rows and (ends.dtype == bool or np.isin(ends, (0, 1)).all()):
         return ends.astype(bool)
-    if ends.ndim == 1 and np.issubdtype(ends.dtype, np.integer) and len(ends) and ends.max() < rows <= ends.max() + 1:
+    rows_given = ends.ndim == 1 and len(ends) > 0 and np.issubdtype(ends.dtype, np.integer)
+    if rows_given and ends.min() >= 0 and ends.max() == rows - 1:
         flags = np.zeros(rows, dtype=bool)
         flags[ends] = True
         return flags

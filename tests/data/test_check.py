@@ -1,0 +1,250 @@
+"""Each kind of damage is found and explained; healthy data is left in peace; garbage crashes nothing."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from qhyer.data import commands
+from qhyer.data.check import Problem, describe, find_problems
+from qhyer.data.episodes import Episodes
+from qhyer.errors import DataError, UserError
+
+EPISODES, LENGTH = 20, 50
+
+
+def healthy(episodes: int = EPISODES, length: int = LENGTH) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Random walks from far-apart starts, with a switch column that is 0 or 1."""
+    rng = np.random.default_rng(0)
+    walks = rng.normal(size=(episodes, length, 4)).cumsum(1) * 0.05 + rng.uniform(-20, 20, (episodes, 1, 4))
+    switch = (rng.random((episodes, length, 1)) < 0.01).cumsum(1) % 2
+    observations = np.concatenate([walks, switch], -1).reshape(-1, 5).astype(np.float32)
+    actions = rng.uniform(-1, 1, (episodes * length, 2)).astype(np.float32)
+    terminals = np.zeros(episodes * length, bool)
+    terminals[length - 1 :: length] = True
+    return observations, actions, terminals
+
+
+def only(problems: list[Problem], severity: str, code: str) -> str:
+    assert [(p.severity, p.code) for p in problems] == [(severity, code)], problems
+    return problems[0].message
+
+
+def test_healthy_data_has_no_problems():
+    assert find_problems(*healthy()) == []
+    observations, actions, terminals = healthy()
+    assert find_problems(observations.astype(np.float64), actions, terminals.astype(np.int64)) == []
+
+
+def test_not_finite():
+    observations, actions, terminals = healthy()
+    observations[123, 2] = np.nan
+    observations[200, 0] = np.inf
+    message = only(find_problems(observations, actions, terminals), "error", "nan")
+    assert "observations has 2 values" in message and "row 123, column 2" in message
+    observations, actions, terminals = healthy()
+    actions[10, 1] = -np.inf
+    assert "row 10, column 1" in only(find_problems(observations, actions, terminals), "error", "nan")
+
+
+def test_final_actions_may_be_anything_finite():
+    observations, actions, terminals = healthy()
+    actions[terminals] = 77.0
+    assert find_problems(observations, actions, terminals) == []
+    actions[terminals] = np.nan
+    assert "write zeros" in only(find_problems(observations, actions, terminals), "error", "nan")
+
+
+def test_too_large_for_float32():
+    observations, actions, terminals = healthy()
+    large = observations.astype(np.float64)
+    large[5, 1] = 1e39
+    assert "row 5, column 1" in only(find_problems(large, actions, terminals), "error", "nan")
+
+
+def test_shapes_and_dtypes():
+    observations, actions, terminals = healthy()
+    assert "(rows, columns)" in only(find_problems(observations[:, 0], actions, terminals), "error", "shape")
+    message = only(find_problems(observations, actions[:-1], terminals), "error", "shape")
+    assert "1000 of observations" in message and "999 of actions" in message
+    assert "dtype" in only(find_problems(observations.astype(object), actions, terminals), "error", "shape")
+    assert "dtype" in only(find_problems(observations, actions.astype(str), terminals), "error", "shape")
+    assert "dtype" in only(find_problems(observations, actions.astype(complex), terminals), "error", "shape")
+    assert "(rows,)" in only(find_problems(observations, actions, terminals[:, None]), "error", "shape")
+    assert "no rows" in only(find_problems(observations[:0], actions[:0], terminals[:0]), "error", "shape")
+    assert "no columns" in only(find_problems(observations, actions[:, :0], terminals), "error", "shape")
+
+
+def test_ends():
+    observations, actions, terminals = healthy()
+    none = np.zeros_like(terminals)
+    assert "marks no end" in only(find_problems(observations, actions, none), "error", "ends")
+    cut = terminals.copy()
+    cut[-1] = False
+    message = only(find_problems(observations, actions, cut), "error", "ends")
+    assert "last row (999)" in message and "row 949" in message
+    short = terminals.copy()
+    short[50] = True
+    message = only(find_problems(observations, actions, short), "error", "ends")
+    assert "single row" in message and "episode 1 at row 50" in message
+    everywhere = np.ones_like(terminals)
+    assert "1 everywhere" in only(find_problems(observations, actions, everywhere), "error", "ends")
+    odd = terminals.astype(np.float32)
+    odd[3] = 0.5
+    assert "0.5 in row 3" in only(find_problems(observations, actions, odd), "error", "ends")
+    one = find_problems(observations[:1], actions[:1], np.ones(1, bool))
+    assert one[0].code == "ends"
+
+
+def test_actions_out_of_range_say_how_to_scale():
+    observations, actions, terminals = healthy()
+    actions[:, 1] *= 3.0
+    message = only(find_problems(observations, actions, terminals), "error", "range")
+    assert "1: -2.9" in message and "2 * (actions - low) / (high - low) - 1" in message
+    observations, actions, terminals = healthy()
+    actions[60, 0] = 1.0 + 5e-7  # rounding is no error
+    assert find_problems(observations, actions, terminals) == []
+    actions[60, 0] = 1.001
+    assert "row 60" in only(find_problems(observations, actions, terminals), "error", "range")
+
+
+def test_missing_end_shows_as_a_jump():
+    observations, actions, terminals = healthy(40, 200)
+    terminals[399] = False  # two episodes run together
+    message = only(find_problems(observations, actions, terminals), "warning", "jump")
+    assert "1 steps" in message and "after row 399 of episode 1" in message
+    # All ends missing but the last: 0.5% of the steps, more than the quantile that measures one column.
+    terminals[:-1] = False
+    message = only(find_problems(observations, actions, terminals), "warning", "jump")
+    assert 20 <= int(message.split()[0]) <= 39  # some episodes begin near where another ended
+
+
+def test_one_column_that_jumps():
+    observations, actions, terminals = healthy()
+    observations[333, 3] += 1000.0
+    message = only(find_problems(observations, actions, terminals), "warning", "jump")
+    assert "2 steps" in message and "column 3" in message
+
+
+def test_constant_columns():
+    observations, actions, terminals = healthy()
+    observations[:, 1] = 7.0
+    assert "1 (always 7)" in only(find_problems(observations, actions, terminals), "warning", "constant")
+    observations, actions, terminals = healthy()
+    actions[~terminals, 0] = 0.5
+    message = only(find_problems(observations, actions, terminals), "warning", "constant")
+    assert "actions" in message and "0 (always 0.5)" in message
+
+
+def test_duplicate_episodes():
+    observations, actions, terminals = healthy()
+    observations[100:150], actions[100:150] = observations[:50], actions[:50]
+    observations[150:200], actions[150:200] = observations[:50], actions[:50]
+    message = only(find_problems(observations, actions, terminals), "warning", "duplicate")
+    assert "2 of 20 episodes" in message and "2 = 0, 3 = 0" in message
+
+
+def test_errors_come_first_and_training_uses_the_same_words():
+    observations, actions, terminals = healthy()
+    observations[:, 1] = 7.0
+    actions *= 2.0
+    problems = find_problems(observations, actions, terminals)
+    assert [p.severity for p in problems] == ["error", "warning"]
+    with pytest.raises(DataError) as refused:
+        Episodes.from_arrays(observations, actions, terminals, name="mine")
+    assert str(refused.value) == describe("mine", problems[:1])
+    Episodes.from_arrays(observations, actions / 2.0, terminals)  # warnings do not refuse
+
+
+def test_fast_enough():
+    rng = np.random.default_rng(0)
+    observations = rng.normal(size=(1_000_000, 28)).astype(np.float32)
+    actions = rng.uniform(-1, 1, (1_000_000, 5)).astype(np.float32)
+    terminals = np.arange(1_000_000) % 1000 == 999
+    begun = time.process_time()
+    assert find_problems(observations, actions, terminals) == []
+    assert time.process_time() - begun < 4.0  # 0.4 s on a laptop core; slack for a busy machine
+
+
+anything = st.one_of(
+    hnp.arrays(
+        dtype=st.one_of(
+            hnp.scalar_dtypes(),
+            st.sampled_from([np.dtype(object), np.dtype("f2"), np.dtype("longdouble"), np.dtype("b1")]),
+        ),
+        shape=hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=40),
+        fill=st.nothing(),
+    ),
+    st.none(),
+    st.text(),
+    st.lists(st.lists(st.floats())),
+)
+numbers = hnp.arrays(
+    dtype=st.one_of(hnp.floating_dtypes(), hnp.integer_dtypes(), hnp.boolean_dtypes()),
+    shape=st.tuples(st.just(40), st.integers(1, 3)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(anything, anything, anything)
+def test_garbage_does_not_crash(observations, actions, terminals):
+    assert all(isinstance(p, Problem) and p.message for p in find_problems(observations, actions, terminals))
+
+
+@settings(max_examples=150, deadline=None)
+@given(numbers, numbers, hnp.arrays(dtype=hnp.boolean_dtypes(), shape=st.just(40)))
+def test_well_shaped_garbage_does_not_crash(observations, actions, terminals):
+    problems = find_problems(observations, actions, terminals)
+    assert not any("cannot be examined" in p.message for p in problems), problems
+
+
+# ------------------------------------------------------------------------------------------------ commands
+
+
+def write(path, observations, actions, terminals):
+    np.savez(path, observations=observations, actions=actions, terminals=terminals)
+    return path
+
+
+def test_check_command(tmp_path, capsys):
+    assert commands.check(write(tmp_path / "good.npz", *healthy())) == 0
+    assert "nothing wrong in 1000 rows, 20 episodes" in capsys.readouterr().out
+    observations, actions, terminals = healthy()
+    assert commands.check(write(tmp_path / "bad.npz", observations, actions * 5, terminals)) == 1
+    assert "error [range]" in capsys.readouterr().out
+    observations[:, 0] = 0
+    assert commands.check(write(tmp_path / "meh.npz", observations, actions, terminals)) == 0
+    assert "warning [constant]" in capsys.readouterr().out
+    np.savez(tmp_path / "lacking.npz", observations=observations)
+    assert commands.check(tmp_path / "lacking.npz") == 1
+    assert "lacks actions, terminals" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no dataset at"):
+        commands.check(tmp_path / "absent.npz")
+
+
+def test_info_and_list_commands(tmp_path, capsys, monkeypatch):
+    path = write(tmp_path / "cube-single-play-v0.npz", *healthy())
+    with pytest.raises(UserError, match="did you mean cube-single-play-v0"):
+        commands.info("cube-singl-play")
+    assert commands.info(str(path)) == 0
+    shown = capsys.readouterr().out
+    assert "20 of 50 rows" in shown and "columns 19, 20, 21" in shown and "provenance" in shown
+    with pytest.raises(UserError, match="check"):
+        commands.info(str(write(tmp_path / "flat.npz", np.zeros(3), np.zeros(3), np.ones(3))))
+    monkeypatch.setenv("QHYER_DATA", str(tmp_path))
+    assert commands.list_() == 0
+    assert "puzzle-4x6-noisy-v0" in capsys.readouterr().out
+    assert commands.info("cube-single-play") == 0
+
+
+def test_generate_command(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="no dataset is called"):
+        commands.generate("cube-pentuple-play")
+    monkeypatch.setenv("QHYER_DATA", str(tmp_path))
+    assert commands.generate("pointmaze-medium-stitch", episodes=2, workers=1) == 0
+    assert commands.check(tmp_path / "pointmaze-medium-stitch-v0.npz") == 0
