@@ -11,20 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-HEADER = [
-    "run",
-    "agent",
-    "preset",
-    "dataset",
-    "seed",
-    "step",
-    "task",
-    "episode",
-    "env_seed",
-    "success",
-    "length",
-    "seconds",
-]
+HEADER = ["run", "agent", "preset", "dataset", "seed", "step", "task", "episode"]
+HEADER += ["env_seed", "success", "length", "seconds"]
 MazeRun = Callable[..., Path]
 
 

@@ -20,28 +20,32 @@ def report(runs: tuple[Path, ...], /, *, out: Path = Path("report")) -> None:
     """
     console = Console()
     made = write_report(runs, out)
-    for grid in headline(made):
-        console.print(grid)
+    for grid, short in zip(headline(made), headline(made, tasks=False)):
+        room = console.options.update(max_width=1000)  # measured as if there were room for everything
+        fits = console.measure(grid, options=room).maximum <= console.width
+        console.print(grid if fits else short)
     for problem in made.problems:
         console.print(f"note: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(f"page: {made.page}", markup=False, highlight=False, soft_wrap=True)
 
 
-def headline(made: Report) -> list[Grid]:
-    """One table for each dataset, the best line first."""
+def headline(made: Report, tasks: bool = True) -> list[Grid]:
+    """One table for each dataset, the best line first; with a column for each task, or without."""
     marked = best(made.success)
     grids = []
     for dataset in dict.fromkeys(row.dataset for row in made.success):
-        tasks, lines = wide(made.success, dataset)
+        names, lines = wide(made.success, dataset)
+        shown = names if tasks else []
         grid = Grid(title=dataset, title_justify="left", title_style="bold", box=None, pad_edge=False)
         for name in ("agent", "preset"):
-            grid.add_column(name, no_wrap=True, min_width=len(name))
-        for name in ("seeds", "success %", "95 % interval", *(f"t{task}" for task in tasks)):
+            grid.add_column(name, no_wrap=True)
+        for name in ("seeds", "success %", "95 % interval", *(f"t{task}" for task in shown)):
             grid.add_column(name, justify="right", no_wrap=True)
         for cells in sorted(lines, key=lambda cells: -cells[0].mean if cells[0] else 0.0):
             row = cells[0]
             assert row is not None and row.task == OVERALL
-            texts = [mean_std(row), *(number(cell.mean) if cell else "" for cell in cells[1:])]
+            cells = cells[: 1 + len(shown)]
+            texts = [mean_std(row), *(number(cell.mean, 0) if cell else "" for cell in cells[1:])]
             bold = [cell is not None and identity(cell) in marked for cell in cells]
             texts = [f"[bold]{text}[/bold]" if strong else text for text, strong in zip(texts, bold)]
             grid.add_row(

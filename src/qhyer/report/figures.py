@@ -34,6 +34,7 @@ POINTS = 400  # of one drawn rollout; more cannot be seen at this size
 ROLLOUTS = 4  # drawn for each task
 GOALS = 6  # density maps for each run
 CURVES = 12  # logged quantities for each group
+LINES = 5  # more lines than this are not told apart in one panel
 
 Palette = Mapping[str, str]
 
@@ -246,7 +247,8 @@ def success_bars(found: Sequence[Group]) -> Figure | None:
 
 
 def _bar(ax: Any, place: int, row: SuccessRow, colour: str, colours: Palette) -> None:
-    ax.barh(place, row.mean, height=0.62, color=colour, alpha=0.82, linewidth=0)
+    # A variant shares its agent's colour, fainter.
+    ax.barh(place, row.mean, height=0.62, color=colour, alpha=0.5 if row.variant else 0.82, linewidth=0)
     ax.plot([row.low, row.high], [place, place], color=colours["ink"], linewidth=1.3, solid_capstyle="butt")
     for end in (row.low, row.high):
         ax.plot([end, end], [place - 0.13, place + 0.13], color=colours["ink"], linewidth=1.3)
@@ -256,11 +258,98 @@ def _shorten(text: str, limit: int = 38) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+SeedCurves = list[tuple[list[int], list[float]]]
+MeanCurve = tuple[Group, SeedCurves, list[int], list[float]]
+
+
+def _mean_curve(seeds: SeedCurves) -> tuple[list[int], list[float]]:
+    """Mean over seeds at the steps at which every seed was evaluated."""
+    common = sorted(set.intersection(*(set(steps) for steps, _ in seeds)))
+    table = [dict(zip(steps, values)) for steps, values in seeds]
+    return common, [float(np.mean([each[step] for each in table])) for step in common]
+
+
+def _steps_axes(ax: Any) -> None:
+    ax.set_ylim(-2, 102)
+    ax.grid(axis="y", linewidth=0.6)
+    ax.tick_params(length=0)
+    ax.xaxis.set_major_formatter(_thousands)
+
+
+def _steps_in_one(curves: Sequence[MeanCurve], colours: Palette) -> Canvas:
+    """Few lines: one panel, each line named at its end."""
+    canvas, ax = plt.subplots(figsize=(7.2, 3.5), layout="constrained")
+    ends = []
+    drawn: dict[str, int] = {}
+    for group, seeds, steps, mean in curves:
+        colour = colours[agent_variable(group.agent)]
+        style = ("-", "--", ":", "-.")[
+            drawn.get(group.agent, 0) % 4
+        ]  # variants of one agent share its colour
+        drawn[group.agent] = drawn.get(group.agent, 0) + 1
+        if len(seeds) > 1:
+            for at, values in seeds:
+                ax.plot(at, values, color=colour, linewidth=0.8, alpha=0.35)
+        if steps:
+            ax.plot(steps, mean, color=colour, linewidth=2, linestyle=style, marker="o", markersize=3.5)
+            ends.append((mean[-1], steps[-1], group.label, colour))
+    _steps_axes(ax)
+    ax.set_xlabel("training step")
+    ax.set_ylabel("success %")
+    last = max((step for _, step, _, _ in ends), default=1)
+    height = -10.0
+    for value, _, name, colour in sorted(ends):
+        height = max(value, height + 7)  # pushed apart, so that no label covers another
+        ax.annotate(
+            _shorten(name, 30),
+            (last, height),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+            annotation_clip=False,
+        )
+    return canvas
+
+
+def _steps_in_panels(curves: Sequence[MeanCurve], colours: Palette) -> Canvas:
+    """Many lines: a panel for each, the others faint behind it."""
+    across = 4
+    down = -(-len(curves) // across)
+    canvas, axes = plt.subplots(
+        down,
+        across,
+        figsize=(9.8, 1.75 * down),
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+        layout="constrained",
+    )
+    canvas.get_layout_engine().set(w_pad=0.05, h_pad=0.05)
+    for ax in axes.flat[len(curves) :]:
+        ax.set_visible(False)
+    for ax, (group, seeds, steps, mean) in zip(axes.flat, curves):
+        colour = colours[agent_variable(group.agent)]
+        for _, _, at, values in curves:
+            ax.plot(at, values, color=colours["rule"], linewidth=1)
+        if len(seeds) > 1:
+            for at, values in seeds:
+                ax.plot(at, values, color=colour, linewidth=0.8, alpha=0.45)
+        ax.plot(steps, mean, color=colour, linewidth=2, marker="o", markersize=3)
+        _steps_axes(ax)
+        ax.set_yticks([0, 50, 100])
+        ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(3))
+        ax.set_title(_shorten(group.label, 28), loc="left", fontsize=9)
+    for ax in list(axes.flat[: len(curves)])[-across:]:
+        ax.tick_params(labelbottom=True)  # the last row may be short
+    return canvas
+
+
 def success_over_steps(found: Sequence[Group]) -> Figure | None:
     """Mean success at each evaluation, and each seed behind it, if a run was evaluated more than once."""
     if not any(len(run.steps) > 1 for group in found for run in group.scored):
         return None
-    lines: list[tuple[Group, list[tuple[list[int], list[float]]]]] = []
+    lines: list[tuple[Group, SeedCurves]] = []
     for group in found:
         seeds = [
             (list(run.steps), [100 * run_score(run.at(step)) for step in run.steps]) for run in group.scored
@@ -268,45 +357,12 @@ def success_over_steps(found: Sequence[Group]) -> Figure | None:
         if seeds:
             lines.append((group, seeds))
 
-    def draw(colours: Palette) -> Canvas:
-        canvas, ax = plt.subplots(figsize=(7.2, 3.5), layout="constrained")
-        ends = []
-        for group, seeds in lines:
-            colour = colours[agent_variable(group.agent)]
-            if len(seeds) > 1:
-                for steps, values in seeds:
-                    ax.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35)
-            common = sorted(set.intersection(*(set(steps) for steps, _ in seeds)))
-            table = [dict(zip(steps, values)) for steps, values in seeds]
-            mean = [float(np.mean([each[step] for each in table])) for step in common]
-            if common:
-                ax.plot(common, mean, color=colour, linewidth=2, marker="o", markersize=3.5)
-                ends.append((mean[-1], common[-1], group.label, colour))
-        ax.set_ylim(-2, 102)
-        ax.set_xlabel("training step")
-        ax.set_ylabel("success %")
-        ax.grid(axis="y", linewidth=0.6)
-        ax.tick_params(length=0)
-        ax.xaxis.set_major_formatter(_thousands)
-        last = max((step for _, step, _, _ in ends), default=1)
-        # Labels at the line's end, pushed apart so that none covers another.
-        height = -10.0
-        for value, _, name, colour in sorted(ends):
-            height = max(value, height + 7)
-            ax.annotate(
-                _shorten(name, 30),
-                (last, height),
-                xytext=(8, 0),
-                textcoords="offset points",
-                va="center",
-                color=colour,
-                annotation_clip=False,
-            )
-        return canvas
+    means = [(group, seeds, *_mean_curve(seeds)) for group, seeds in lines]
+    draw = _steps_in_panels if len(lines) > LINES else _steps_in_one
 
     dataset = found[0].dataset
     return render(
-        draw,
+        lambda colours: draw(means, colours),
         alt=f"Success over training steps on {dataset} for {', '.join(group.label for group, _ in lines)}.",
         caption="Success at each evaluation during training: the mean over seeds, and the seeds behind it.",
         key=f"steps {dataset}",

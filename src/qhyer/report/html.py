@@ -215,9 +215,6 @@ def _per_task(rows: Sequence[SuccessRow], dataset: str) -> str:
     return _table("Success % for each task, with its 95 % interval.", head, f"<tbody>{body}</tbody>")
 
 
-WORDS = {ABOVE: "above", AGREES: "agrees", BELOW: "below", NOT_RUN: "not run", NO_NUMBER: "not published"}
-
-
 def _comparison(lines: Sequence[Comparison]) -> str:
     columns = [
         "agent",
@@ -234,16 +231,17 @@ def _comparison(lines: Sequence[Comparison]) -> str:
         f'<th scope="col"{" class=t" if i in text else ""}>{name}</th>' for i, name in enumerate(columns)
     )
     body = ""
-    for line in lines:
+    shown = [line for line in lines if line.verdict != NO_NUMBER]
+    for line in shown:
         name = f"{line.agent} ({line.variant})" if line.variant else line.agent
         name += f" {line.preset}" if line.preset else ""
-        quiet = ' class="quiet"' if line.verdict in (NOT_RUN, NO_NUMBER) else ""
+        quiet = ' class="quiet"' if line.verdict == NOT_RUN else ""
         mark = f"<sup>{sources.index(line.source) + 1}</sup>" if line.source else ""
         tone = {ABOVE: " above", BELOW: " below"}.get(line.verdict, "")
         body += (
             f'<tr{quiet}><th scope="row" class="t">{escape(name)}</th><td>{published_text(line)}{mark}</td>'
             f"<td>{ours_text(line)}</td><td>{line.seeds or ''}</td><td>{_steps(line.step)}</td>"
-            f'<td>{difference_text(line)}</td><td class="t tag{tone}">{WORDS[line.verdict]}</td></tr>'
+            f'<td>{difference_text(line)}</td><td class="t tag{tone}">{line.verdict}</td></tr>'
         )
     counts = tally(lines)
     compared = sum(counts.values())
@@ -253,6 +251,9 @@ def _comparison(lines: Sequence[Comparison]) -> str:
         if compared
         else "None of the agents run here has a published number on this dataset."
     )
+    unknown = list(dict.fromkeys(line.agent for line in lines if line.verdict == NO_NUMBER))
+    if unknown and compared:
+        summary += f" No published number is known here for {', '.join(map(escape, unknown))}."
     return (
         f"<p>{summary}</p>"
         + _table(
