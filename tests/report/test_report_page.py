@@ -132,7 +132,7 @@ def test_heavy_pictures_become_png_for_each_theme(runs, monkeypatch):
     monkeypatch.setattr(figures, "SVG_LIMIT", 0)
     figure = figures.rollout_maps(group)
     assert figure is not None and figure.markup.count("data:image/png;base64,") == 2
-    assert "prefers-color-scheme: dark" in figure.markup and 'alt="' in figure.markup
+    assert 'media="screen and (prefers-color-scheme: dark)"' in figure.markup and 'alt="' in figure.markup
 
 
 def test_the_page_stays_small(runs, tmp_path, monkeypatch):

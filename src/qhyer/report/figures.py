@@ -152,7 +152,7 @@ def render(draw: Callable[[Palette], Canvas], alt: str, caption: str, key: str) 
             plt.close(canvas)
         images.append("data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode())
     markup = (
-        f'<picture><source media="(prefers-color-scheme: dark) and (not print)" srcset="{images[1]}">'
+        f'<picture><source media="screen and (prefers-color-scheme: dark)" srcset="{images[1]}">'
         f'<img src="{images[0]}" alt="{html.escape(alt)}" width="{width}" loading="lazy"></picture>'
     )
     return Figure(markup, alt, caption, width)

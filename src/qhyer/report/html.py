@@ -120,7 +120,9 @@ footer { color: var(--soft); font-size: .88rem; padding-top: 3rem; padding-botto
   header { padding-top: 2rem; } th, td { padding-left: .65rem; padding-right: .65rem; }
   dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .5rem; } }
 @media print {
-  body { font-size: 10pt; } main, header, footer { max-width: none; padding: 0; }
+  body { font-size: 10pt; } p { max-width: none; }
+  table { font-size: 8pt; } th, td { padding: .2rem .4rem; } thead th { font-size: 7.5pt; white-space: normal; }
+  caption span { max-width: none; } main, header, footer { max-width: none; padding: 0; }
   .scroll { overflow: visible; } figure, tr { break-inside: avoid; } h2, h3 { break-after: avoid; }
   figure .scroll > * { min-width: 0 !important; } nav { display: none; } pre { white-space: pre-wrap; } }
 """
@@ -400,9 +402,7 @@ def _details(run: Run) -> str:
     add("parameters", f"{parameters:,}" if isinstance(parameters, int) else parameters)
     add("training time", _duration(run.seconds) if run.seconds is not None else None)
     if run.episodes:
-        spent = sum(row.seconds for row in run.episodes)
-        count = _plural(len(run.episodes), "episode")
-        add("evaluation", f"{count}, {_duration(spent)}" + _at_steps(run))
+        add("evaluation", _plural(len(run.episodes), "episode") + _at_steps(run))
     add("hardware", info.get("hardware"))
     add("versions", ", ".join(f"{name} {value}" for name, value in versions.items()))
     if not info:
