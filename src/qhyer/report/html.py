@@ -121,7 +121,8 @@ footer { color: var(--soft); font-size: .88rem; padding-top: 3rem; padding-botto
   dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .5rem; } }
 @media print {
   body { font-size: 10pt; } p { max-width: none; }
-  table { font-size: 8pt; } th, td { padding: .2rem .4rem; } thead th { font-size: 7.5pt; white-space: normal; }
+  table { font-size: 8pt; } th, td { padding: .2rem .4rem; }
+  thead th { font-size: 7.5pt; white-space: normal; }
   caption span { max-width: none; } main, header, footer { max-width: none; padding: 0; }
   .scroll { overflow: visible; } figure, tr { break-inside: avoid; } h2, h3 { break-after: avoid; }
   figure .scroll > * { min-width: 0 !important; } nav { display: none; } pre { white-space: pre-wrap; } }
