@@ -38,7 +38,11 @@ def generate(
         overwrite: replace a file that was made with other settings
     """
     dataset = registry.get(name)
-    run_generation(dataset, out=out, episodes=episodes, seed=seed, workers=workers, overwrite=overwrite)
+    try:
+        run_generation(dataset, out=out, episodes=episodes, seed=seed, workers=workers, overwrite=overwrite)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Stopped. Finished episodes are kept: the same command goes on from here.")
+        return 130
     return 0
 
 

@@ -64,6 +64,13 @@ def versions() -> dict[str, str]:
     return {"qhyer": qhyer.__version__, **installed, "python": platform.python_version()}
 
 
+def available_cores() -> int:
+    """Cores this process may use, which in a container or a batch job are fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def generate(
     dataset: Dataset,
     *,
@@ -85,7 +92,7 @@ def generate(
     from qhyer.data import registry  # not above: workers import this module and need no torch
 
     episodes = dataset.episodes if episodes is None else episodes
-    workers = (os.cpu_count() or 1) if workers is None else workers
+    workers = available_cores() if workers is None else workers
     if episodes < 1:
         raise UserError(f"episodes must be at least 1, not {episodes}")
     if workers < 1:
@@ -296,11 +303,12 @@ def write_chunk(path: Path, arrays: Arrays) -> None:
 
 
 _worker_collector: Collector | None = None
+_worker_stop: Any = None
 
 
-def _start_worker(recipe: Recipe) -> None:
+def _start_worker(recipe: Recipe, stop: Any) -> None:
     """Ctrl-C is for the parent, which lets running episodes end; a worker whose parent is gone goes too."""
-    global _worker_collector
+    global _worker_collector, _worker_stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -310,19 +318,23 @@ def _start_worker(recipe: Recipe) -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
-    _worker_collector = collector_for(recipe)
+    _worker_collector, _worker_stop = collector_for(recipe), stop
 
 
 def _work(seeds: EpisodeSeeds, path: Path) -> None:
     assert _worker_collector is not None
-    _make(_worker_collector, seeds, path)
+    if (
+        not _worker_stop.is_set()
+    ):  # episodes that were dealt out before an interruption are not begun after it
+        _make(_worker_collector, seeds, path)
 
 
 def _collect_parallel(
     recipe: Recipe, tasks: Sequence[tuple[EpisodeSeeds, Path]], workers: int, advance: Any
 ) -> None:
     context = multiprocessing.get_context("spawn")  # forking a process with threads (torch, BLAS) may hang
-    executor = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker, (recipe,))
+    stop = context.Event()
+    executor = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker, (recipe, stop))
     try:
         with _single_threaded():
             futures = [executor.submit(_work, seeds, path) for seeds, path in tasks]
@@ -335,6 +347,7 @@ def _collect_parallel(
             "again, perhaps with fewer workers. In a script, call generate under `if __name__ == '__main__':`"
         ) from None
     finally:
+        stop.set()
         executor.shutdown(wait=True, cancel_futures=True)
 
 
