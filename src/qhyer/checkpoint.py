@@ -1,10 +1,10 @@
 """Checkpoints: safetensors and JSON under a sealed manifest of SHA-256 sums; whole or absent; never pickle.
 
-    RUN/checkpoints/00005000/
-        agent.safetensors      weights and buffers: all that acting needs
-        training.safetensors   optimiser moments, random generators, running sums: all that resuming needs besides
-        state.json             step, stage, optimiser groups
-        manifest.json          SHA-256 and size of each of the above, and of itself
+RUN/checkpoints/00005000/
+    agent.safetensors      weights and buffers: all that acting needs
+    training.safetensors   optimiser moments, random generators, running sums: all that resuming needs besides
+    state.json             step, stage, optimiser groups
+    manifest.json          SHA-256 and size of each of the above, and of itself
 """
 
 from __future__ import annotations
@@ -153,7 +153,9 @@ def unpack_optimizers(
                 _, _, parameter, key = name.split("/")
                 state.setdefault(int(parameter), {})[key] = tensor
         current = optimizer.state_dict()["param_groups"]
-        merged = [{**now, **{k: v for k, v in saved.items() if k != "params"}} for now, saved in zip(current, groups[i])]
+        merged = [
+            {**now, **{k: v for k, v in saved.items() if k != "params"}} for now, saved in zip(current, groups[i])
+        ]
         for group, now in zip(merged, optimizer.param_groups):
             if isinstance(now["lr"], Tensor):
                 group["lr"] = torch.tensor(group["lr"], dtype=now["lr"].dtype, device=now["lr"].device)

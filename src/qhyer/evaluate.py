@@ -169,14 +169,19 @@ class _Shard:
 
 @contextlib.contextmanager
 def _evaluation_mode(agent: Agent) -> Iterator[torch.device]:
-    """Evaluation leaves no trace: mode and torch's random state are put back."""
-    training = agent.training
+    """Evaluation leaves no trace: mode, torch's random state and its number of threads are put back.
+
+    One thread: batches are small, and threads that wait for each other beside busy workers cost more than they do.
+    """
+    training, threads = agent.training, torch.get_num_threads()
     agent.eval()
+    torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             yield next(agent.parameters()).device
     finally:
         agent.train(training)
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
@@ -238,7 +243,7 @@ def evaluate(
         for connection in connections:
             start(connection)
         while serving:
-            ready = list(serving) if count == 0 else wait(list(serving))
+            ready: list[Any] = list(serving) if count == 0 else wait(list(serving))
             for connection in ready:
                 number, shard = serving[connection]
                 try:

@@ -12,7 +12,13 @@ class Progress:
     """with Progress("training", total) as p: p.advance(done); p.show(done, {"loss": 1.2})"""
 
     def __init__(self, description: str, total: int, quiet: bool = False, start: int = 0, every: float = 10.0) -> None:
-        self.description, self.total, self.quiet, self.start, self.every = description, total, quiet, start, every
+        self.description, self.total, self.quiet, self.start, self.every = (
+            description,
+            total,
+            quiet,
+            start,
+            every,
+        )
         self.bar: Any = None
         self.task: Any = None
 

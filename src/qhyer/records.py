@@ -35,7 +35,15 @@ COLUMNS = tuple(f.name for f in dataclasses.fields(EpisodeRow))
 def read_rows(path: Path) -> list[EpisodeRow]:
     if not path.is_file():
         return []
-    kinds = {"seed": int, "step": int, "task": int, "episode": int, "env_seed": int, "success": int, "length": int}
+    kinds = {
+        "seed": int,
+        "step": int,
+        "task": int,
+        "episode": int,
+        "env_seed": int,
+        "success": int,
+        "length": int,
+    }
     with open(path, newline="", encoding="utf-8") as file:
         return [
             EpisodeRow(**{k: float(v) if k == "seconds" else kinds.get(k, str)(v) for k, v in row.items()})  # type: ignore[arg-type]

@@ -1,12 +1,12 @@
 """A run: one training on disk, and the agent in it.
 
-    RUN/run.json         what was trained, on what, with which versions and command
-        metrics.jsonl    deterministic: the same for the same seed
-        timings.jsonl    wall-clock seconds at the same steps
-        checkpoints/     see checkpoint.py
-        episodes.csv     one row per evaluation episode
-        rollouts/        observations of a few evaluation episodes
-        analyses/        what `qhyer analyze` wrote
+RUN/run.json         what was trained, on what, with which versions and command
+    metrics.jsonl    deterministic: the same for the same seed
+    timings.jsonl    wall-clock seconds at the same steps
+    checkpoints/     see checkpoint.py
+    episodes.csv     one row per evaluation episode
+    rollouts/        observations of a few evaluation episodes
+    analyses/        what `qhyer analyze` wrote
 """
 
 from __future__ import annotations

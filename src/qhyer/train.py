@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from qhyer import checkpoint, runs
-from qhyer.agent import Agent, AgentConfig, Batch, Metrics, Sampler, Stage
+from qhyer.agent import Agent, AgentConfig, Sampler, Stage
 from qhyer.config import fingerprint, to_dict
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
@@ -54,6 +54,8 @@ class TrainConfig:
     """updates between two evaluations while training; 0: none"""
     eval_episodes: int = 10
     """episodes per task in those evaluations"""
+    graph: bool = True
+    """on CUDA, capture the whole update in a graph"""
     tensorboard: bool = False
     """also write TensorBoard events (needs the extra qhyer[tensorboard])"""
 
@@ -63,13 +65,19 @@ class NonFinite(UserError):
 
 
 class Update:
-    """One gradient update of a stage, eagerly. The order of its parts is the definition of a step."""
+    """One gradient update of a stage. The order of its parts is the definition of a step.
+
+    Metrics are summed on the device as one vector, so that reading them costs nothing until a line is due.
+    """
 
     def __init__(self, agent: Agent, stage: Stage, sampler: Sampler, precision: str, device: torch.device) -> None:
         self.agent, self.stage, self.sampler, self.device = agent, stage, sampler, device
         self.autocast = precision == "bf16"
         self.parameters = [p for o in stage.optimizers for group in o.param_groups for p in group["params"]]
         self.base_rates = [[float(g["lr"]) for g in o.param_groups] for o in stage.optimizers]
+        self.names: list[str] = []
+        self.sums: Tensor | None = None
+        self.count = 0
 
     def set_rates(self, step: int) -> None:
         if self.stage.schedule is None:
@@ -77,10 +85,13 @@ class Update:
         factor = self.stage.schedule(step)
         for optimizer, rates in zip(self.stage.optimizers, self.base_rates):
             for group, rate in zip(optimizer.param_groups, rates):
-                group["lr"] = rate * factor
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate * factor)
+                else:
+                    group["lr"] = rate * factor
 
-    def __call__(self, step: int) -> tuple[Metrics, Batch]:
-        self.set_rates(step)
+    def compute(self) -> None:
+        """Sample, loss, backward, clip, step, metrics."""
         batch = self.sampler.sample(self.stage.batch_size)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             loss, metrics = self.stage.loss(batch)
@@ -96,7 +107,70 @@ class Update:
             optimizer.step()
         if self.stage.after_step is not None:
             self.stage.after_step()
-        return metrics, batch
+        values = torch.stack([value.detach().double() for value in metrics.values()])
+        if self.sums is None:
+            self.names, self.sums = list(metrics), torch.zeros_like(values)
+        self.sums += values
+
+    def __call__(self, step: int) -> None:
+        self.set_rates(step)
+        self.compute()
+        self.count += 1
+
+    def take_metrics(self) -> dict[str, float]:
+        """Means since the last call."""
+        if self.sums is None or self.count == 0:
+            return {}
+        means = dict(zip(self.names, (self.sums / self.count).tolist()))
+        self.sums.zero_()
+        self.count = 0
+        return means
+
+
+class GraphedUpdate(Update):
+    """The same update captured in a CUDA graph after a few eager ones: one launch instead of thousands."""
+
+    WARMUP = 3
+
+    def __init__(
+        self,
+        agent: Agent,
+        stage: Stage,
+        sampler: Sampler,
+        precision: str,
+        device: torch.device,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__(agent, stage, sampler, precision, device)
+        self.generator = generator
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.calls = 0
+        for optimizer in stage.optimizers:  # learning rates and step counts must live on the device
+            for group in optimizer.param_groups:
+                group["capturable"] = True
+                group["lr"] = torch.tensor(float(group["lr"]), device=device)
+
+    def __call__(self, step: int) -> None:
+        self.set_rates(step)
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.calls < self.WARMUP:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.compute()
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            for optimizer in self.stage.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(self.generator)
+            with torch.cuda.graph(graph):
+                self.compute()
+            self.graph = graph
+            graph.replay()
+        self.calls += 1
+        self.count += 1
 
 
 def resolve_device(device: str) -> str:
@@ -131,25 +205,6 @@ def _stop_on_sigterm() -> Iterator[threading.Event]:
         yield stop
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-class _Metrics:
-    """Means of each metric since the last line; the sums are part of the checkpoint."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.count = 0
-
-    def add(self, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            value = value.detach().double()
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self.count += 1
-
-    def take(self) -> dict[str, float]:
-        means = {name: float(total) / self.count for name, total in self.sums.items()}
-        self.sums, self.count = {}, 0
-        return means
 
 
 def _truncate_jsonl(path: Path, step: int) -> None:
@@ -236,7 +291,9 @@ def _check_same_run(run: Path, info: dict[str, Any]) -> None:
     before = runs.read(run)
     for key in ("agent", "dataset", "seed", "config", "spec"):
         if before.get(key) != info[key]:
-            raise UserError(f"{run} was trained with another {key}; resume it with the same one, or choose another --out")
+            raise UserError(
+                f"{run} was trained with another {key}; resume it with the same one, or choose another --out"
+            )
     if before["data"]["fingerprint"] != info["data"]["fingerprint"]:
         raise UserError(f"{run} was trained on other data (fingerprint differs); resume it with the same file")
 
@@ -259,7 +316,8 @@ class _Loop:
         self.stages = agent.stages()
         self.total = sum(stage.steps for stage in self.stages)
         self.step = 0  # over all stages
-        self.metrics = _Metrics()
+        self.update: Update | None = None
+        self.saved_metrics: tuple[list[str], Tensor, int] | None = None
         self.generator = torch.Generator(device=device)
         self.seconds_before = 0.0
         self.writer: Any = None
@@ -279,14 +337,10 @@ class _Loop:
         tensors["rng/torch"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
-        for name, value in self.metrics.sums.items():
-            tensors[f"metrics/{name}"] = value
-        state = {
-            "step": self.step,
-            "optimizers": groups,
-            "metrics_count": self.metrics.count,
-            "seconds": self.seconds,
-        }
+        state = {"step": self.step, "optimizers": groups, "seconds": self.seconds}
+        if self.update is not None and self.update.sums is not None:
+            tensors["metrics"] = self.update.sums
+            state |= {"metrics": self.update.names, "metrics_count": self.update.count}
         return checkpoint.save(self.folder, self.step, self.agent.state_dict(), tensors, state, self.config.keep)
 
     def restore(self) -> None:
@@ -297,13 +351,9 @@ class _Loop:
         torch.set_rng_state(saved.training["rng/torch"])
         if "rng/cuda" in saved.training and self.device.type == "cuda":
             torch.cuda.set_rng_state(saved.training["rng/cuda"], self.device)
-        prefix = "metrics/"
-        self.metrics.sums = {
-            name[len(prefix) :]: value.to(self.device)
-            for name, value in saved.training.items()
-            if name.startswith(prefix)
-        }
-        self.metrics.count = saved.state["metrics_count"]
+        if "metrics" in saved.training:
+            sums = saved.training["metrics"].to(self.device)
+            self.saved_metrics = (saved.state["metrics"], sums, saved.state["metrics_count"])
         self.step = saved.state["step"]
         self.seconds_before = saved.state["seconds"]
         for name in ("metrics.jsonl", "timings.jsonl"):
@@ -342,22 +392,36 @@ class _Loop:
         if self.writer is not None:
             self.writer.close()
         if stop.is_set() and self.step < self.total:
-            print(f"stopped by SIGTERM; saved update {self.step} of {self.total}. Continue with --resume.", flush=True)
+            print(
+                f"stopped by SIGTERM; saved update {self.step} of {self.total}; --resume continues",
+                flush=True,
+            )
             raise SystemExit(0)
         return self.run
 
+    def _make_update(self, stage: Stage, sampler: Sampler) -> Update:
+        precision = self.config.precision
+        if self.device.type == "cuda" and self.config.graph:
+            update: Update = GraphedUpdate(self.agent, stage, sampler, precision, self.device, self.generator)
+        else:
+            update = Update(self.agent, stage, sampler, precision, self.device)
+        if self.saved_metrics is not None:  # sums since the last line, from the checkpoint
+            update.names, update.sums, update.count = self.saved_metrics
+            self.saved_metrics = None
+        self.update = update
+        return update
+
     def _run_stage(self, stage: Stage, first: int, stop: threading.Event) -> None:
         sampler = stage.sampler.build(self.episodes, self.generator)
-        update = Update(self.agent, stage, sampler, self.config.precision, self.device)
+        update = self._make_update(stage, sampler)
         self.agent.train()
         last = first + stage.steps
         while self.step < last:
             before = self.generator.get_state() if self.device.type == "cpu" else None
             try:
-                metrics, _ = update(self.step - first)
+                update(self.step - first)
             except FloatingPointError:
                 self._dump_and_stop(stage, sampler, before)
-            self.metrics.add(metrics)
             self.step += 1
             if self.on_step is not None:
                 self.on_step(self.step)
@@ -375,7 +439,8 @@ class _Loop:
                 return
 
     def _log(self, stage: Stage, sampler: Sampler, before: Tensor | None) -> None:
-        values = self.metrics.take()
+        assert self.update is not None
+        values = self.update.take_metrics()
         if not all(np.isfinite(value) for value in values.values()):
             self._dump_and_stop(stage, sampler, before)
         self.run.mkdir(parents=True, exist_ok=True)
@@ -394,10 +459,10 @@ class _Loop:
         if before is not None:
             self.generator.set_state(before)
             batch = sampler.sample(stage.batch_size)
-            rows = {k: v.cpu().numpy() for k, v in batch.items() if not v.is_floating_point()}
+            rows: dict[str, Any] = {k: v.cpu().numpy() for k, v in batch.items() if not v.is_floating_point()}
             with atomic_file(path) as temporary, open(temporary, "wb") as file:
                 np.savez(file, **rows)
-        where = f"the batch's row numbers are in {path}" if before is not None else "train on the CPU to find the batch"
+        where = f"the batch's rows are in {path}" if before is not None else "train on the CPU to find the batch"
         kept = checkpoint.steps(self.folder)
         last = f"the last good checkpoint is update {kept[-1]}" if kept else "no checkpoint was written yet"
         raise NonFinite(

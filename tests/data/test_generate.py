@@ -99,21 +99,21 @@ def test_recorded_actions_replay_to_the_recorded_states():
 def test_scene_episodes_are_redone_until_the_cube_stays_in_view(monkeypatch):
     from qhyer.data.generate import manipulation
 
-    qpos = np.zeros((3, 25))
-    assert manipulation.cube_stays_visible(qpos)
-    qpos[1, 15] = 0.3
-    assert not manipulation.cube_stays_visible(qpos)
-    qpos[1, 15:17] = -0.31, 0.07  # in the drawer
-    assert manipulation.cube_stays_visible(qpos)
-    qpos[1, 16] = 0.02
-    assert not manipulation.cube_stays_visible(qpos)
+    qpos = np.zeros(25)
+    assert manipulation.cube_is_visible(qpos)
+    qpos[15] = 0.3
+    assert not manipulation.cube_is_visible(qpos)
+    qpos[15:17] = -0.31, 0.07  # in the drawer
+    assert manipulation.cube_is_visible(qpos)
+    qpos[16] = 0.02
+    assert not manipulation.cube_is_visible(qpos)
 
     dataset = registry.get("scene-play")
     collector = collector_for(recipe_for(dataset, 3))
     seeds = EpisodeSeeds(0, dataset.name, "train", 0)
     first = collector.episode(seeds)
-    verdicts = iter([False, False, True])
-    monkeypatch.setattr(manipulation, "cube_stays_visible", lambda _: next(verdicts))
+    verdicts = iter([False, True, False, True, True, True])  # gone in row 0, gone in row 1, stays
+    monkeypatch.setattr(manipulation, "cube_is_visible", lambda _: next(verdicts))
     redone = collector.episode(seeds)
     assert not np.array_equal(first["observations"], redone["observations"])
     assert next(verdicts, None) is None

@@ -74,6 +74,8 @@ class QHyerConfig(AgentConfig):
     """ablation: goal beside the state, as a token of its own, or left out"""
     regression: Literal["expectile", "quantile", "mse"] = "expectile"
     """ablation: how Q-hat is fitted"""
+    q_normalization: Literal["scale", "standardize"] = "scale"
+    """Q divided by its mean magnitude (the paper), or its mean taken off first and divided by its mean deviation"""
 
 
 class QHyer(Agent):
@@ -107,16 +109,16 @@ class QHyer(Agent):
             config.tokenization,
             with_q=config.conditioning != "none",
         )
-        self.decoder = HybridDecoder(
-            d, config.layers, config.heads, config.dropout, config.backbone, config.state_size
-        )
+        self.decoder = HybridDecoder(d, config.layers, config.heads, config.dropout, config.backbone, config.state_size)
         self.q_head = nn.Linear(d, 1) if config.conditioning != "none" else None
         self.action_head = nn.Linear(d, spec.action_dim)
         # Mean |Q| of the data, running: the batch mean of the paper's Q normalisation does not exist when acting.
+        self.register_buffer("q_shift", torch.zeros(()))
         self.register_buffer("q_scale", torch.ones(()))
         self.register_buffer("q_seen", torch.zeros(()))
         self.optimizer = adamw(self.parameters(), config.learning_rate, config.weight_decay)
 
+    q_shift: Tensor
     q_scale: Tensor
     q_seen: Tensor
 
@@ -151,12 +153,13 @@ class QHyer(Agent):
         goals = self.goal_coordinates(batch["goals"])[:, None].expand(-1, observations.shape[1], -1)
         q = self.log_density(observations, actions, goals)  # (B, K)
         if self.training:
-            mean = losses.masked_mean(q.abs(), batch["valid"])
-            # The first batch sets the scale, later ones move it.
-            rate = torch.where(self.q_seen > 0, Q_SCALE_RATE, 1.0)
-            self.q_scale.lerp_(mean, rate)
+            rate = torch.where(self.q_seen > 0, Q_SCALE_RATE, 1.0)  # the first batch sets the scale, later ones move it
+            if self.config.q_normalization == "standardize":
+                self.q_shift.lerp_(losses.masked_mean(q, batch["valid"]), rate)
+            spread = losses.masked_mean((q - self.q_shift).abs(), batch["valid"])
+            self.q_scale.lerp_(spread, rate)
             self.q_seen.fill_(1.0)
-        return q / (self.q_scale + Q_SCALE_FLOOR)
+        return (q - self.q_shift) / (self.q_scale + Q_SCALE_FLOOR)
 
     # --------------------------------------------------------------------------------------------- the actor
 
@@ -243,8 +246,8 @@ class QHyer(Agent):
         Stage 2 adds one token to stage 1's sequence, so it runs through stage 1's cache: exact, and no second
         pass over the window.
         """
-        observations = observation[:, None] if memory is None else torch.cat(
-            [memory["observations"], observation[:, None]], dim=1
+        observations = (
+            observation[:, None] if memory is None else torch.cat([memory["observations"], observation[:, None]], dim=1)
         )  # (n, T, d_s), T <= K
         steps = observations.shape[1]
         s = self.normalize(observations)
@@ -260,9 +263,7 @@ class QHyer(Agent):
             h, _ = self.decoder(self.tokens.q_token(q_hat, first=steps - 1), cache)  # stage 2: one more token
             after["q"] = q_hat if memory is None else torch.cat([memory["q"], q_hat], dim=1)
         action = self.action_head(h[:, -1]).clamp(-1.0, 1.0)
-        after["actions"] = (
-            action[:, None] if memory is None else torch.cat([memory["actions"], action[:, None]], dim=1)
-        )
+        after["actions"] = action[:, None] if memory is None else torch.cat([memory["actions"], action[:, None]], dim=1)
         keep = self.config.context - 1
         if keep == 0:
             return action, None

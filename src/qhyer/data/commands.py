@@ -62,9 +62,7 @@ def check(path: Path, /) -> int:
     problems = checks.find_problems(arrays["observations"], arrays["actions"], arrays["terminals"])
     if not problems:
         rows = len(arrays["observations"])
-        console.print(
-            f"{path}: nothing wrong in {rows} rows, {int(np.sum(arrays['terminals'] != 0))} episodes"
-        )
+        console.print(f"{path}: nothing wrong in {rows} rows, {int(np.sum(arrays['terminals'] != 0))} episodes")
         return 0
     console.print(checks.describe(str(path), problems), markup=False)
     errors = sum(problem.severity == "error" for problem in problems)
@@ -116,9 +114,7 @@ def info(name_or_path: str, /) -> int:
     for heading in ("column", "least", "mean", "std", "greatest", "goal"):
         ranges.add_column(heading, justify="right")
     for kind, array in (("observation", observations), ("action", actions)):
-        columns = zip(
-            array.min(0), array.mean(0, dtype=np.float64), array.std(0, dtype=np.float64), array.max(0)
-        )
+        columns = zip(array.min(0), array.mean(0, dtype=np.float64), array.std(0, dtype=np.float64), array.max(0))
         for index, values in enumerate(columns):
             label = f"{kind} {index}"
             if kind == "observation" and names is not None and index < len(names):
@@ -140,9 +136,7 @@ def list_() -> int:
         found = registry.find(dataset.name)
         place = "" if found is None else f"{found} ({found.stat().st_size / 1e6:,.0f} MB)"
         rows = dataset.episodes * dataset.rows
-        table.add_row(
-            dataset.name, f"{dataset.episodes:,}", f"{rows:,}", str(len(dataset.goal_indices)), place
-        )
+        table.add_row(dataset.name, f"{dataset.episodes:,}", f"{rows:,}", str(len(dataset.goal_indices)), place)
     Console(highlight=False).print(table)
     return 0
 

@@ -42,7 +42,11 @@ class HybridBlock(nn.Module):
             nn.init.zeros_(self.gate.bias)
         self.dropout = nn.Dropout(dropout)
         self.mlp = nn.Sequential(
-            nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim), nn.Dropout(dropout)
+            nn.LayerNorm(dim),
+            nn.Linear(dim, 4 * dim),
+            nn.GELU(),
+            nn.Linear(4 * dim, dim),
+            nn.Dropout(dropout),
         )
 
     def forward(self, x: Tensor, cache: BlockCache | None = None) -> tuple[Tensor, BlockCache]:

@@ -38,54 +38,61 @@ def selective_scan_ref(
 
 
 class _Scan(torch.autograd.Function):
-    """Time-major and channel-last inside, (L, B, N, E): every product is one batched call over all L."""
+    """State-major inside, (N, B, L, E): each state's slice is one contiguous block that stays in the cache, every
+    product is one call over all steps, and nothing is transposed."""
 
     @staticmethod
     def forward(
         ctx: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        u, delta, B, C = (t.transpose(0, 1).contiguous() for t in (u, delta, B, C))  # (L, B, ...)
-        A = A.t().contiguous()  # (N, E)
-        length, batch, width = u.shape
-        size = A.shape[0]
-        decay = torch.exp_(delta[:, :, None, :] * A)  # (L, B, N, E)
-        h = (delta * u)[:, :, None, :] * B[..., None]  # the inputs; becomes the states in place
+        size, length = A.shape[1], u.shape[1]
+        x = delta * u
+        h = u.new_empty(size, *u.shape)
+        decay = torch.empty_like(h)
+        for n in range(size):
+            torch.mul(delta, A[:, n], out=decay[n]).exp_()
+            torch.mul(x, B[..., n, None], out=h[n])  # the inputs; the recurrence below turns them into states
         if state is not None:
-            h[0].addcmul_(decay[0], state.transpose(1, 2))
+            h[:, :, 0].addcmul_(decay[:, :, 0], state.permute(2, 0, 1))
         for t in range(1, length):
-            h[t].addcmul_(decay[t], h[t - 1])
-        y = torch.bmm(C.view(-1, 1, size), h.view(-1, size, width)).view(length, batch, width)
-        ctx.save_for_backward(u, delta, A, B, C, h, state)
-        return y.transpose(0, 1), h[-1].transpose(1, 2).contiguous()
+            h[:, :, t].addcmul_(decay[:, :, t], h[:, :, t - 1])
+        y = C[..., 0, None] * h[0]
+        for n in range(1, size):
+            y.addcmul_(C[..., n, None], h[n])
+        ctx.save_for_backward(u, delta, A, B, C, h, decay, state)
+        return y, h[:, :, -1].permute(1, 2, 0).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy, dstate = grads
-        u, delta, A, B, C, h, state = ctx.saved_tensors
-        length, batch, width = u.shape
-        size = A.shape[0]
-        dy = dy.transpose(0, 1).contiguous()
-        decay = torch.exp_(delta[:, :, None, :] * A)  # recomputed: cheaper than keeping it
-        g = C[..., None] * dy[:, :, None, :]  # dL/dh_t; the part that comes through y
-        g[-1] += dstate.transpose(1, 2)
-        for t in range(length - 2, -1, -1):
-            g[t].addcmul_(decay[t + 1], g[t + 1])
-        flat_g, flat_h = g.view(-1, size, width), h.view(-1, size, width)
+        u, delta, A, B, C, h, decay, state = ctx.saved_tensors
+        size, length = A.shape[1], u.shape[1]
         x = delta * u
-        dB = torch.bmm(flat_g, x.view(-1, width, 1)).view_as(B)
-        dC = torch.bmm(flat_h, dy.view(-1, width, 1)).view_as(C)
-        dx = torch.bmm(B.view(-1, 1, size), flat_g).view_as(x)
-        decay.mul_(g)  # dL/d(h_{t-1}); times h_{t-1} it is dL/d(Delta_t A)
-        dprevious = decay[0].transpose(1, 2).clone() if state is not None else None
-        decay[1:].mul_(h[:-1])
-        if state is not None:
-            decay[0].mul_(state.transpose(1, 2))
-        else:
-            decay[0].zero_()
-        dA = torch.einsum("lbne,lbe->ne", decay, delta)
-        ddelta = dx * u + torch.einsum("lbne,ne->lbe", decay, A)
-        du = dx * delta
-        return du.transpose(0, 1), ddelta.transpose(0, 1), dA.t(), dB.transpose(0, 1), dC.transpose(0, 1), dprevious
+        g = torch.empty_like(h)  # dL/dh_t: what comes through y_t, then what comes back from h_{t+1}
+        for n in range(size):
+            torch.mul(dy, C[..., n, None], out=g[n])
+        g[:, :, -1] += dstate.permute(2, 0, 1)
+        for t in range(length - 2, -1, -1):
+            g[:, :, t].addcmul_(decay[:, :, t + 1], g[:, :, t + 1])
+        dA, dB, dC = torch.empty_like(A), torch.empty_like(B), torch.empty_like(C)
+        dx, ddelta = torch.zeros_like(x), torch.zeros_like(x)
+        dprevious = torch.empty_like(state) if state is not None else None
+        buffer = torch.empty_like(x)
+        for n in range(size):
+            dC[..., n] = torch.mul(h[n], dy, out=buffer).sum(-1)
+            dB[..., n] = torch.mul(g[n], x, out=buffer).sum(-1)
+            dx.addcmul_(g[n], B[..., n, None])
+            through = torch.mul(g[n], decay[n], out=buffer)  # dL/dh_{t-1}; times h_{t-1} it is dL/d(Delta_t A_n)
+            if dprevious is not None:
+                dprevious[..., n] = through[:, 0]
+                through[:, 0] *= state[..., n]
+            else:
+                through[:, 0] = 0.0
+            through[:, 1:] *= h[n, :, :-1]
+            ddelta.addcmul_(through, A[:, n])
+            dA[:, n] = through.mul_(delta).sum((0, 1))
+        ddelta.addcmul_(dx, u)
+        return dx * delta, ddelta, dA, dB, dC, dprevious
 
 
 def selective_scan(

@@ -10,7 +10,15 @@ D4RL_TABLE = "paper, task-specific hyperparameters, D4RL"
 
 
 def _row(
-    pattern: str, context: int, width: int, layers: int, heads: int, lr: float, dropout: float, blocks: int, channels: int
+    pattern: str,
+    context: int,
+    width: int,
+    layers: int,
+    heads: int,
+    lr: float,
+    dropout: float,
+    blocks: int,
+    channels: int,
 ) -> Rule:
     """A row of the paper's OGBench state table (play and noisy differ in the expectile alone)."""
     return Rule(
@@ -27,8 +35,17 @@ PAPER = [
     Rule(
         "*",
         STATE_COMMON,
-        dict(steps=1_000_000, batch_size=1024, weight_decay=0.0, grad_clip=1.0, flow_noise=0.05,
-             encoder_width=1024, representation=64, weight_bc=1.0, weight_q=1.0),
+        dict(
+            steps=1_000_000,
+            batch_size=1024,
+            weight_decay=0.0,
+            grad_clip=1.0,
+            flow_noise=0.05,
+            encoder_width=1024,
+            representation=64,
+            weight_bc=1.0,
+            weight_q=1.0,
+        ),
     ),  # fmt: skip
     Rule("*-play-*", f"{STATE_TABLE}; goal sampling: p_trajgoal 1.0", dict(expectile=0.99, p_random=0.0)),
     Rule("*-noisy-*", f"{STATE_TABLE}; goal sampling: p_randomgoal 0.2", dict(expectile=0.95, p_random=0.2)),
@@ -47,8 +64,19 @@ PAPER = [
         Rule(
             pattern,
             D4RL_TABLE,
-            dict(steps=100_000, batch_size=256, weight_decay=1e-4, grad_clip=0.25, warmup=10_000, cosine=True,
-                 width=128, layers=3, context=context, learning_rate=lr, expectile=tau),
+            dict(
+                steps=100_000,
+                batch_size=256,
+                weight_decay=1e-4,
+                grad_clip=0.25,
+                warmup=10_000,
+                cosine=True,
+                width=128,
+                layers=3,
+                context=context,
+                learning_rate=lr,
+                expectile=tau,
+            ),
         )  # fmt: skip
         for pattern, context, lr, tau in (
             ("antmaze-umaze-v2", 2, 2e-4, 0.90),

@@ -75,9 +75,7 @@ class Run:
     preset: str
     dataset: str
     seed: int
-    info: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # run.json; empty for rows that came from a bare CSV
+    info: Mapping[str, Any] = field(default_factory=dict)  # run.json; empty for rows that came from a bare CSV
     episodes: tuple[Episode, ...] = ()
     metrics: tuple[Mapping[str, Any], ...] = ()
     timings: tuple[Mapping[str, Any], ...] = ()
@@ -118,9 +116,7 @@ class Table:
 
 def natural(text: str) -> tuple[Any, ...]:
     """A sort key under which task 10 follows task 9."""
-    return tuple(
-        (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", text) if part
-    )
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", text) if part)
 
 
 def read_episodes(path: Path) -> list[Episode]:
@@ -219,21 +215,15 @@ def read_run(folder: Path, problems: list[str] | None = None) -> Run:
     problems = [] if problems is None else problems
     path = folder / "run.json"
     if not path.is_file():
-        raise UserError(
-            f"{folder} has no run.json: it is not a run; give the folder that `qhyer train` wrote"
-        )
+        raise UserError(f"{folder} has no run.json: it is not a run; give the folder that `qhyer train` wrote")
     info = _read_json(path)
     lacking = [name for name in NEEDED if name not in info]
     if lacking:
-        raise UserError(
-            f"{path} does not say {', '.join(lacking)}; it was not written by `qhyer train`, leave it out"
-        )
+        raise UserError(f"{path} does not say {', '.join(lacking)}; it was not written by `qhyer train`, leave it out")
     try:
         seed = int(info["seed"])
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{path}: the seed {info['seed']!r} is no number; restore the file or leave it out"
-        ) from error
+        raise UserError(f"{path}: the seed {info['seed']!r} is no number; restore the file or leave it out") from error
     rows: list[Episode] = []
     table = folder / "episodes.csv"
     if table.is_file():
@@ -326,9 +316,7 @@ def collect(paths: Sequence[Path], skip: Path | None = None) -> Table:
         except UserError as error:
             problems.append(str(error))
     runs = _without_copies(runs)
-    runs.sort(
-        key=lambda run: (natural(run.dataset), run.agent, run.preset, run.seed, run.name, str(run.path))
-    )
+    runs.sort(key=lambda run: (natural(run.dataset), run.agent, run.preset, run.seed, run.name, str(run.path)))
     if not any(run.episodes for run in runs):
         reasons = "\n".join(f"- {problem}" for problem in problems)
         raise UserError(f"nothing to report: no evaluated run was found\n{reasons}".rstrip())

@@ -48,8 +48,6 @@ def headline(made: Report, tasks: bool = True) -> list[Grid]:
             texts = [mean_std(row), *(number(cell.mean, 0) if cell else "" for cell in cells[1:])]
             bold = [cell is not None and identity(cell) in marked for cell in cells]
             texts = [f"[bold]{text}[/bold]" if strong else text for text, strong in zip(texts, bold)]
-            grid.add_row(
-                label(row).replace("[", "\\["), row.preset, str(row.seeds), texts[0], between(row), *texts[1:]
-            )
+            grid.add_row(label(row).replace("[", "\\["), row.preset, str(row.seeds), texts[0], between(row), *texts[1:])
         grids.append(grid)
     return grids

@@ -283,9 +283,7 @@ def _steps_in_one(curves: Sequence[MeanCurve], colours: Palette) -> Canvas:
     drawn: dict[str, int] = {}
     for group, seeds, steps, mean in curves:
         colour = colours[agent_variable(group.agent)]
-        style = ("-", "--", ":", "-.")[
-            drawn.get(group.agent, 0) % 4
-        ]  # variants of one agent share its colour
+        style = ("-", "--", ":", "-.")[drawn.get(group.agent, 0) % 4]  # variants of one agent share its colour
         drawn[group.agent] = drawn.get(group.agent, 0) + 1
         if len(seeds) > 1:
             for at, values in seeds:
@@ -351,9 +349,7 @@ def success_over_steps(found: Sequence[Group]) -> Figure | None:
         return None
     lines: list[tuple[Group, SeedCurves]] = []
     for group in found:
-        seeds = [
-            (list(run.steps), [100 * run_score(run.at(step)) for step in run.steps]) for run in group.scored
-        ]
+        seeds = [(list(run.steps), [100 * run_score(run.at(step)) for step in run.steps]) for run in group.scored]
         if seeds:
             lines.append((group, seeds))
 
@@ -455,9 +451,7 @@ def _frame(ax: Any, arrays: Mapping[str, np.ndarray]) -> None:
     ax.set_axis_off()
 
 
-def _panels(
-    count: int, across: int, size: tuple[float, float], right: float = 0.0
-) -> tuple[Canvas, list[Any]]:
+def _panels(count: int, across: int, size: tuple[float, float], right: float = 0.0) -> tuple[Canvas, list[Any]]:
     """Axes of exactly this size in inches, a title's height above each and `right` free beside each."""
     width, height = size
     gap, title = 0.1, 0.27

@@ -168,9 +168,7 @@ def _headline(rows: Sequence[SuccessRow]) -> str:
     for dataset in datasets:
         lines = ""
         if several:
-            lines += (
-                f'<tr class="group"><th colspan="{len(heads)}" scope="rowgroup">{escape(dataset)}</th></tr>'
-            )
+            lines += f'<tr class="group"><th colspan="{len(heads)}" scope="rowgroup">{escape(dataset)}</th></tr>'
         matrix = wide(rows, dataset)[1]
         for cells in sorted(matrix, key=lambda cells: -cells[0].mean if cells[0] else 0.0):
             row = cells[0]
@@ -230,9 +228,7 @@ def _comparison(lines: Sequence[Comparison]) -> str:
     ]
     text = {0, 6}
     sources = list(dict.fromkeys(line.source for line in lines if line.source))
-    head = "".join(
-        f'<th scope="col"{" class=t" if i in text else ""}>{name}</th>' for i, name in enumerate(columns)
-    )
+    head = "".join(f'<th scope="col"{" class=t" if i in text else ""}>{name}</th>' for i, name in enumerate(columns))
     body = ""
     shown = [line for line in lines if line.verdict != NO_NUMBER]
     for line in shown:
@@ -275,9 +271,7 @@ class _Pictures:
         self.spent = 0
         self.problems: list[str] = []
 
-    def __call__(
-        self, draw: Callable[[T], figures.Figure | None], about: T, name: str, heading: str = ""
-    ) -> str:
+    def __call__(self, draw: Callable[[T], figures.Figure | None], about: T, name: str, heading: str = "") -> str:
         if self.spent > FIGURE_BUDGET:
             self.problems.append(f"{name} is not drawn, to keep the page small; report fewer runs to see it")
             return ""
@@ -287,9 +281,7 @@ class _Pictures:
             self.problems.append(str(error))
             return ""
         except (ValueError, IndexError, KeyError, TypeError) as error:
-            self.problems.append(
-                f"{name} could not be drawn ({error}); its recording has an unexpected shape"
-            )
+            self.problems.append(f"{name} could not be drawn ({error}); its recording has an unexpected shape")
             return ""
         if figure is None:
             return ""
@@ -344,8 +336,7 @@ def _dataset(
         part += f"<p class=small>Up to {figures.ROLLOUTS} recorded rollouts for each task. The percentage "
         part += "above a map is the success over all evaluation episodes of all seeds.</p>"
     density = "".join(
-        pictures(figures.density_maps, group, f"Goal density of {group.label} on {dataset}")
-        for group in found
+        pictures(figures.density_maps, group, f"Goal density of {group.label} on {dataset}") for group in found
     )
     if density:
         part += f"<h3>What the critic believes</h3>{density}"
@@ -394,9 +385,7 @@ def _details(run: Run) -> str:
 
     add("command", info.get("command"), code=True)
     add("environment", info.get("environment"))
-    size = [
-        f"{data[name]:,} {name}" for name in ("episodes", "transitions") if isinstance(data.get(name), int)
-    ]
+    size = [f"{data[name]:,} {name}" for name in ("episodes", "transitions") if isinstance(data.get(name), int)]
     add("data", ", ".join(size))
     add("fingerprint", data.get("fingerprint"), code=True)
     parameters = info.get("parameters")

@@ -145,9 +145,7 @@ def warnings(found: Sequence[Group]) -> list[str]:
         name = f"{group.label} on {group.dataset} (preset {group.preset})"
         seeds = [run.seed for run in group.scored]
         for seed in sorted({seed for seed in seeds if seeds.count(seed) > 1}):
-            notes.append(
-                f"{name}: {seeds.count(seed)} different runs have seed {seed}; each counts as a seed"
-            )
+            notes.append(f"{name}: {seeds.count(seed)} different runs have seed {seed}; each counts as a seed")
         if "–" in group.step:
             notes.append(f"{name}: the runs were last evaluated at different steps ({group.step})")
         for run in group.scored:
@@ -169,9 +167,7 @@ def run_score(rows: Sequence[Episode]) -> float:
     return float(np.mean([rate(members) for members in tasks.values()]))
 
 
-def _row(
-    group: Group, task: str, members: Sequence[Sequence[Episode]], strata: list[list[float]]
-) -> SuccessRow:
+def _row(group: Group, task: str, members: Sequence[Sequence[Episode]], strata: list[list[float]]) -> SuccessRow:
     scores = [run_score(rows) for rows in members]
     mean, std = mean_and_std(scores)
     episodes = sum(len(rows) for rows in members)
@@ -273,9 +269,7 @@ def success_csv(rows: Sequence[SuccessRow]) -> str:
 
 
 def episodes_csv(rows: Iterable[Episode]) -> str:
-    return to_csv(
-        COLUMNS, ([int(v) if n == "success" else v for n, v in zip(COLUMNS, row.values())] for row in rows)
-    )
+    return to_csv(COLUMNS, ([int(v) if n == "success" else v for n, v in zip(COLUMNS, row.values())] for row in rows))
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]], left: int = 1) -> str:

@@ -72,12 +72,14 @@ class ManipulationCollector:
         attempt = 0
         while True:
             arrays = self._attempt(seeds, attempt)
-            if self.recipe.family != "scene" or cube_stays_visible(arrays["qpos"]):
+            if arrays is not None:
                 return arrays
             attempt += 1
 
-    def _attempt(self, seeds: EpisodeSeeds, attempt: int) -> Arrays:
+    def _attempt(self, seeds: EpisodeSeeds, attempt: int) -> Arrays | None:
+        """An episode, or None as soon as it has become one that must be redone."""
         recipe, environment = self.recipe, self.environment
+        scene = recipe.family == "scene"
         rows = recipe.rows
         observation, info = environment.reset(seed=seeds.stream("environment", attempt))
         # What is random outside the environment and the oracles is drawn at once; the oracles use the global
@@ -119,6 +121,8 @@ class ManipulationCollector:
                 # The environment is given the rounded action that is recorded, so the file replays exactly.
                 observation, _, _, _, info = environment.step(actions[row])
                 qpos[row] = info["prev_qpos"]
+                if scene and not cube_is_visible(info["prev_qpos"]):
+                    return None
                 qvel[row] = info["prev_qvel"]
                 if buttons is not None:
                     buttons[row] = info["prev_button_states"]
@@ -130,9 +134,9 @@ class ManipulationCollector:
         return arrays
 
 
-def cube_stays_visible(qpos: np.ndarray) -> bool:
+def cube_is_visible(qpos: np.ndarray) -> bool:
     """OGBench redoes scene episodes in which the cube leaves the view, unless it lies in the drawer."""
-    y, z = qpos[:, 15], qpos[:, 16]
+    y, z = qpos[15], qpos[16]
     too_far_right = y >= 0.29
-    too_far_left = (y <= -0.3) & ((z < 0.06) | (z > 0.08))
-    return not (too_far_right | too_far_left).any()
+    too_far_left = y <= -0.3 and not 0.06 <= z <= 0.08
+    return not (too_far_right or too_far_left)

@@ -58,9 +58,7 @@ PLAIN_EVERY_S = 15.0  # between progress lines when there is no terminal
 
 def versions() -> dict[str, str]:
     """What can change the bytes of an episode."""
-    installed = {
-        name: importlib.metadata.version(name) for name in ("ogbench", "mujoco", "gymnasium", "numpy")
-    }
+    installed = {name: importlib.metadata.version(name) for name in ("ogbench", "mujoco", "gymnasium", "numpy")}
     return {"qhyer": qhyer.__version__, **installed, "python": platform.python_version()}
 
 
@@ -110,11 +108,7 @@ def generate(
     counts: dict[Split, int] = {"train": episodes}
     if validation:
         counts["validation"] = max(1, episodes // 10)
-    missing = {
-        split: count
-        for split, count in counts.items()
-        if not job.is_finished(split, count, overwrite, console)
-    }
+    missing = {split: count for split, count in counts.items() if not job.is_finished(split, count, overwrite, console)}
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
         with job.working_folder(console):
@@ -160,9 +154,7 @@ class Job:
             # Killed after the data took its name and before the sidecar did: the episodes are still there.
             if overwrite or self._working_key() == self.key:
                 return False
-            raise UserError(
-                f"{path} exists without a sidecar, so its settings are unknown: {again}, or move it away"
-            )
+            raise UserError(f"{path} exists without a sidecar, so its settings are unknown: {again}, or move it away")
         try:
             recorded = read_sealed_json(sidecar)
         except CorruptFile:
@@ -175,16 +167,13 @@ class Job:
             return False
         if other:
             raise UserError(
-                f"{path} was made with other settings ({'; '.join(other)}): {again}, "
-                "or give another folder (--out)"
+                f"{path} was made with other settings ({'; '.join(other)}): {again}, or give another folder (--out)"
             )
         if recorded.get("sha256") != sha256_file(path):
             if overwrite:
                 return False
             raise CorruptFile(f"{path} is damaged: its SHA-256 is not the one in {sidecar.name}; {again}")
-        console.print(
-            f"{path} is there already, with these settings; nothing to do", highlight=False, soft_wrap=True
-        )
+        console.print(f"{path} is there already, with these settings; nothing to do", highlight=False, soft_wrap=True)
         return True
 
     def _working_key(self) -> Any:
@@ -202,9 +191,7 @@ class Job:
             if key != self.key:
                 left = [item for item in self.work.iterdir() if item.name != "lock"]
                 if left:
-                    console.print(
-                        f"{self.work} holds episodes of other settings or versions; they are removed"
-                    )
+                    console.print(f"{self.work} holds episodes of other settings or versions; they are removed")
                 for item in left:
                     item.unlink()
                 write_json(self.work / "settings.json", self.key)
@@ -218,14 +205,11 @@ class Job:
         todo = [item for item in wanted if not _is_whole(self.chunk(*item))]
         done = len(wanted) - len(todo)
         if done:
-            console.print(
-                f"{self.recipe.name}: going on after {done} of {len(wanted)} episodes", highlight=False
-            )
+            console.print(f"{self.recipe.name}: going on after {done} of {len(wanted)} episodes", highlight=False)
         if not todo:
             return
         tasks = [
-            (EpisodeSeeds(self.seed, self.recipe.name, split, index), self.chunk(split, index))
-            for split, index in todo
+            (EpisodeSeeds(self.seed, self.recipe.name, split, index), self.chunk(split, index)) for split, index in todo
         ]
         with _progress(console, self.recipe.name, done, len(wanted)) as advance:
             if min(workers, len(tasks)) == 1:
@@ -323,15 +307,11 @@ def _start_worker(recipe: Recipe, stop: Any) -> None:
 
 def _work(seeds: EpisodeSeeds, path: Path) -> None:
     assert _worker_collector is not None
-    if (
-        not _worker_stop.is_set()
-    ):  # episodes that were dealt out before an interruption are not begun after it
+    if not _worker_stop.is_set():  # episodes that were dealt out before an interruption are not begun after it
         _make(_worker_collector, seeds, path)
 
 
-def _collect_parallel(
-    recipe: Recipe, tasks: Sequence[tuple[EpisodeSeeds, Path]], workers: int, advance: Any
-) -> None:
+def _collect_parallel(recipe: Recipe, tasks: Sequence[tuple[EpisodeSeeds, Path]], workers: int, advance: Any) -> None:
     context = multiprocessing.get_context("spawn")  # forking a process with threads (torch, BLAS) may hang
     stop = context.Event()
     executor = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker, (recipe, stop))
@@ -386,9 +366,7 @@ def _progress(console: Console, name: str, done: int, total: int) -> Iterator[An
         if now - told >= PLAIN_EVERY_S or count == total:
             told = now
             rate = (count - done) / max(now - begun, 1e-9)
-            console.print(
-                f"{name}: {count}/{total} episodes, {rate:.2f} a second", highlight=False, soft_wrap=True
-            )
+            console.print(f"{name}: {count}/{total} episodes, {rate:.2f} a second", highlight=False, soft_wrap=True)
 
     yield advance
 
