@@ -53,9 +53,7 @@ def test_goal_by_index_and_by_name():
     names = ["x", "y", "angle"]
     assert Episodes.from_arrays(observations, actions, terminals).goal_indices == (0, 1, 2)
     assert Episodes.from_arrays(observations, actions, terminals, goal=[2, 0]).goal_indices == (2, 0)
-    named = Episodes.from_arrays(
-        observations, actions, terminals, goal=["angle", "x"], observation_names=names
-    )
+    named = Episodes.from_arrays(observations, actions, terminals, goal=["angle", "x"], observation_names=names)
     assert named.goal_indices == (2, 0) and named.spec().goal_dim == 2
     with pytest.raises(UserError, match="'z' is not known: the names are x, y, angle"):
         Episodes.from_arrays(observations, actions, terminals, goal=["z"], observation_names=names)

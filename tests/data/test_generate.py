@@ -46,9 +46,7 @@ def test_recipes_are_the_official_ones():
             assert recipe.min_norm == (0.4 if dataset.kind == "noisy" else 0.0)
             random_share = {"cube": 0.1, "scene": 0.1, "puzzle": 0.2}[dataset.family]
             assert recipe.p_random_action == (random_share if dataset.kind == "noisy" else 0.0)
-    stacking = {
-        name: recipe_for(registry.get(f"cube-{name}-play")).stacking for name in ("single", "quadruple")
-    }
+    stacking = {name: recipe_for(registry.get(f"cube-{name}-play")).stacking for name in ("single", "quadruple")}
     assert stacking == {"single": (0.0, 0.0), "quadruple": (0.1, 0.5)}
 
 

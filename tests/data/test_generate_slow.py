@@ -22,6 +22,7 @@ from ogbench.manipspace.oracles.plan.window_plan import WindowPlanOracle
 from scipy import stats
 
 from qhyer.data import registry
+from qhyer.data.generate import generate
 from qhyer.data.generate.recipe import EpisodeSeeds, collector_for, recipe_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -162,3 +163,12 @@ def test_same_distribution_as_the_plain_loop(name):
 )
 def test_wrong_noise_is_noticed(name, wrong):
     assert compare(ours(name, **wrong), reference(name)) != {}
+
+
+@pytest.mark.parametrize("name", registry.DATASETS)
+def test_every_dataset_can_be_made_and_is_healthy(name, tmp_path):
+    dataset = registry.get(name)
+    path = generate(dataset, out=tmp_path, episodes=1, workers=1, rows=60, validation=False, progress=False)
+    episodes, found = registry.load(path)
+    assert found is dataset and episodes.num_transitions == 59
+    assert episodes.goal_indices == dataset.goal_indices
