@@ -73,3 +73,53 @@ def mixture(
     anywhere = random_rows(generator, episodes, tuple(rows.shape))
     goal = torch.where(u < p_current + p_trajectory, future, anywhere)
     return torch.where(u < p_current, rows, goal)
+
+
+class Neighbours:
+    """Rows whose goal coordinates fall into the same small cell: where one episode passes through another.
+
+    Cells are cubes of side `cell`, in standard deviations of each coordinate.
+    """
+
+    def __init__(self, episodes: Episodes, cell: float) -> None:
+        spec = episodes.spec()
+        indices = list(episodes.goal_indices)
+        std = torch.tensor([spec.observation_std[i] for i in indices], device=episodes.device)
+        places = torch.floor(episodes.observations[:, indices] / (std * cell)).long()  # (N, d_g)
+        _, self.cell_of, counts = torch.unique(places, dim=0, return_inverse=True, return_counts=True)
+        self.order = torch.argsort(self.cell_of, stable=True)  # rows, cell by cell
+        self.counts = counts
+        self.first = torch.cumsum(counts, 0) - counts
+
+    def swap(self, generator: torch.Generator, rows: Tensor) -> Tensor:
+        """For each row, a row of the same cell, uniform; often one of another episode, perhaps the row itself."""
+        cell = self.cell_of[rows]
+        pick = (uniform(generator, tuple(rows.shape)) * self.counts[cell]).long()
+        return self.order[self.first[cell] + torch.minimum(pick, self.counts[cell] - 1)]
+
+
+def stitched_future(
+    generator: torch.Generator,
+    episodes: Episodes,
+    neighbours: Neighbours,
+    rows: Tensor,
+    discount: float,
+    rate: float,
+    hops: int = 16,
+) -> Tensor:
+    """A future row, geometrically far, along a path that may change episodes where they pass nearby.
+
+    The walk has K ~ Geom(1 - discount) steps as in Eq. (1). At a rate of `rate` per step, and wherever an episode
+    ends, it goes on from a random row of the same cell: the occupancy of the behaviour seen as a Markov process,
+    in which goals beyond an episode's own end have their due probability. After `hops` changes it stays.
+    """
+    remaining = geometric_steps(generator, tuple(rows.shape), discount)
+    for hop in range(hops + 1):
+        reach = torch.minimum(remaining, episodes.end_of[rows] - rows)
+        if hop < hops:
+            reach = torch.minimum(reach, geometric_steps(generator, tuple(rows.shape), 1.0 - rate))
+        rows = rows + reach
+        remaining = remaining - reach
+        if hop < hops:
+            rows = torch.where(remaining > 0, neighbours.swap(generator, rows), rows)
+    return rows

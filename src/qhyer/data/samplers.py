@@ -66,6 +66,10 @@ class WindowSamplerConfig:
     """chance that a window's goal is any row of the dataset instead of a future one"""
     flow_batch: float = 0.25
     """flow transitions per window step"""
+    stitch_rate: float = 0.0
+    """chance per step that a goal's path goes on in another episode passing nearby; 0: goals stay in the episode"""
+    stitch_cell: float = 0.1
+    """how near: side of a cell of goal coordinates, in standard deviations"""
 
     def build(self, episodes: Episodes, generator: torch.Generator) -> WindowSampler:
         return WindowSampler(self, episodes, generator)
@@ -81,6 +85,15 @@ class WindowSampler:
         short = (episodes.ends - episodes.starts) < config.context
         fits[episodes.starts[short]] = True
         self.window_starts = torch.nonzero(fits).squeeze(1)
+        self.neighbours = goals.Neighbours(episodes, config.stitch_cell) if config.stitch_rate > 0.0 else None
+
+    def _future(self, rows: Tensor) -> Tensor:
+        """The goal law of windows and flow alike: geometric, within the episode or stitched."""
+        if self.neighbours is None:
+            return goals.geometric_future(self.generator, self.episodes, rows, self.config.discount)
+        return goals.stitched_future(
+            self.generator, self.episodes, self.neighbours, rows, self.config.discount, self.config.stitch_rate
+        )
 
     def sample(self, batch_size: int) -> dict[str, Tensor]:
         data, config, generator = self.episodes, self.config, self.generator
@@ -90,7 +103,7 @@ class WindowSampler:
         valid = rows < end[:, None]
         rows = torch.minimum(rows, end[:, None] - 1)
         last = rows[:, -1]
-        goal_rows = goals.geometric_future(generator, data, last, config.discount)
+        goal_rows = self._future(last)
         reached = torch.ones_like(goal_rows, dtype=torch.float32)
         if config.p_random > 0.0:
             swap = goals.uniform(generator, (batch_size,)) < config.p_random
@@ -108,7 +121,7 @@ class WindowSampler:
         count = round(batch_size * config.context * config.flow_batch)
         if count:
             flow_rows = data.transitions[goals.random_index(generator, (count,), data.num_transitions)]
-            flow_goals = goals.geometric_future(generator, data, flow_rows, config.discount)
+            flow_goals = self._future(flow_rows)
             batch |= {
                 "flow_rows": flow_rows,
                 "flow_goal_rows": flow_goals,

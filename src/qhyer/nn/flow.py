@@ -10,6 +10,7 @@ The base density is N(0, I). Everything is closed form, so density, inverse and 
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -138,7 +139,7 @@ class SAEncoder(nn.Module):
         super().__init__()
         widths = [inputs] + [hidden] * layers
         parts: list[nn.Module] = []
-        for a, b in zip(widths[:-1], widths[1:]):
+        for a, b in itertools.pairwise(widths):
             parts += [nn.Linear(a, b), nn.LayerNorm(b, eps=1e-6), nn.SiLU()]
         self.net = nn.Sequential(*parts, nn.Linear(widths[-1], outputs))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ class MLP(nn.Module):
         """final_scale: variance scale of the last layer (flax's; the actor's mean uses 1e-2)."""
         super().__init__()
         widths = [inputs, *hidden]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths[:-1], widths[1:]))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
         self.norms = nn.ModuleList(nn.LayerNorm(b, eps=1e-6) if layer_norm else nn.Identity() for b in hidden)
         self.head = nn.Linear(widths[-1], outputs)
         for layer in self.layers:
