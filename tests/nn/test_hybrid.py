@@ -1,0 +1,111 @@
+"""The hybrid decoder: causal, equal through its cache, and one branch alone where the gate says so."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+import torch
+
+from qhyer.nn.hybrid import Backbone, HybridBlock, HybridDecoder
+
+BACKBONES = typing.get_args(Backbone)
+
+
+def decoder(backbone: str = "hybrid", dropout: float = 0.0, layers: int = 2) -> HybridDecoder:
+    torch.manual_seed(0)
+    net = HybridDecoder(12, layers, 3, dropout, backbone, state_size=4)
+    with torch.no_grad():
+        for block in net.blocks:
+            if block.gate is not None:  # away from its start, alpha = 1/2 everywhere
+                block.gate.weight.normal_()
+                block.gate.bias.normal_()
+    return net.eval()
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_causality(backbone):
+    """Perturbing a token never moves an earlier output, to the last bit, and moves its own."""
+    net = decoder(backbone)
+    x = torch.randn(2, 9, 12)
+    before, _ = net(x)
+    for t in range(9):
+        other = x.clone()
+        other[:, t] += torch.randn(2, 12)
+        after, _ = net(other)
+        torch.testing.assert_close(after[:, :t], before[:, :t], rtol=0, atol=1e-6)
+        assert (after[:, t] - before[:, t]).abs().max() > 1e-2
+    weights = torch.randn(12)  # a plain sum of LayerNorm outputs is constant
+    jacobian = torch.autograd.functional.jacobian(lambda v: (net(v)[0] * weights).sum((0, 2)), x)  # (9, 2, 9, 12)
+    jacobian = jacobian.abs().sum((1, 3))  # (out, in)
+    assert (jacobian.triu(1) == 0).all() and (jacobian.tril() > 0).sum() == 45  # all of the past is used, no future
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("parts", [(1,) * 8, (5, 1, 1, 1), (3, 4, 1), (8,)])
+def test_cache_equals_one_pass(backbone, parts):
+    net = decoder(backbone)
+    x = torch.randn(2, 8, 12)
+    full, _ = net(x)
+    cache, outputs, start = None, [], 0
+    for size in parts:
+        out, cache = net(x[:, start : start + size], cache)
+        outputs.append(out)
+        start += size
+    torch.testing.assert_close(torch.cat(outputs, 1), full, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias, backbone", [(1e4, "attention"), (-1e4, "mamba")])
+def test_gate_at_its_ends_is_one_branch_alone(bias, backbone):
+    both, alone = decoder("hybrid"), decoder(backbone)
+    with torch.no_grad():
+        for block in both.blocks:
+            block.gate.weight.zero_()
+            block.gate.bias.fill_(bias)
+    missing = alone.load_state_dict(both.state_dict(), strict=False)
+    assert not missing.missing_keys
+    x = torch.randn(2, 7, 12)
+    torch.testing.assert_close(both(x)[0], alone(x)[0], rtol=0, atol=1e-6)
+
+
+def test_gate_mixes_the_branches():
+    block = decoder(layers=1).blocks[0]
+    assert isinstance(block, HybridBlock)
+    x = torch.randn(2, 5, 12)
+    h = block.norm(x)
+    alpha = torch.sigmoid(h @ block.gate.weight[0] + block.gate.bias)[..., None]
+    y = alpha * block.attention(h)[0] + (1 - alpha) * block.mamba(h)[0]
+    torch.testing.assert_close(block(x)[0], x + y + block.mlp(x + y))
+
+
+def test_gate_starts_open_to_both():
+    torch.manual_seed(0)
+    net = HybridDecoder(12, 2, 3, state_size=4).eval()
+    for read in net.readout(torch.randn(2, 5, 12)):
+        assert torch.equal(read["alpha"], torch.full((2, 5), 0.5))
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_readouts(backbone):
+    net = decoder(backbone)
+    x = torch.randn(2, 5, 12)
+    reads = net.readout(x)
+    assert len(reads) == 2
+    shapes = {"alpha": (2, 5), "delta": (2, 5, 24), "A_bar": (2, 5, 24, 4)}
+    expected = {"hybrid": {"alpha", "delta", "A_bar"}, "attention": set(), "mamba": {"delta", "A_bar"}}[backbone]
+    for read in reads:
+        assert set(read) == expected
+        for name, value in read.items():
+            assert value.shape == shapes[name] and not value.requires_grad
+    # The second block is read on what the first one passes on, not on the input.
+    if backbone == "hybrid":
+        h = net.blocks[1].norm(net.blocks[0](x)[0])
+        torch.testing.assert_close(reads[1]["alpha"], torch.sigmoid(net.blocks[1].gate(h)).squeeze(-1))
+        torch.testing.assert_close(reads[1]["delta"], net.blocks[1].mamba.readout(h)["delta"])
+
+
+def test_right_padding_moves_nothing():
+    net = decoder()
+    x = torch.randn(2, 6, 12)
+    longer = torch.cat([x, torch.full((2, 3, 12), 7.0)], dim=1)
+    torch.testing.assert_close(net(longer)[0][:, :6], net(x)[0], rtol=0, atol=1e-6)
