@@ -26,7 +26,8 @@ from qhyer.agent import Agent
 from qhyer.config import from_dict
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
-from qhyer.evaluate import EpisodeResult
+from qhyer.evaluate import EpisodeResult, EvalConfig, evaluate, success_rate
+from qhyer.progress import Progress
 from qhyer.records import EpisodeRow, add_rows
 from qhyer.rng import stream_seed
 from qhyer.storage import atomic_file
@@ -47,10 +48,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def hardware(device: str) -> str:
+def hardware(device: str, threads: int) -> str:
     if device.startswith("cuda"):
         return f"{torch.cuda.get_device_name()} ({platform.machine()})"
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def read(run: Path) -> dict[str, Any]:
@@ -127,3 +128,33 @@ def save_evaluation(run: Path, step: int, results: Sequence[EpisodeResult], envi
     }
     with atomic_file(Path(run) / "rollouts" / f"{step:08d}.npz") as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, **arrays)
+
+
+def evaluate_run(
+    run: Path,
+    config: EvalConfig | None = None,
+    *,
+    step: int | None = None,
+    environment: str | None = None,
+    device: str = "cpu",
+    workers: int | None = None,
+    quiet: bool = False,
+) -> float:
+    """Evaluates a run's checkpoint, keeps the rows with the run, and returns the success rate."""
+    config = config or EvalConfig()
+    info = read(run)
+    environment = environment or info.get("environment")
+    if environment is None:
+        raise UserError(f"{run} was trained on own data; name the environment to evaluate in with --env")
+    agent, at = load_agent(run, step, device)
+    tasks = len(config.tasks) if config.tasks else 5
+    with Progress(f"evaluating {info['agent']} on {environment}", tasks * config.episodes, quiet) as progress:
+
+        def show(done: int, total: int) -> None:
+            progress.total = total
+            progress.advance(done)
+            progress.show(done)
+
+        results = evaluate(agent, environment, config, workers=workers, progress=show)
+    save_evaluation(run, at, results, environment)
+    return success_rate(results)

@@ -56,8 +56,13 @@ class TrainConfig:
     """episodes per task in those evaluations"""
     graph: bool = True
     """on CUDA, capture the whole update in a graph"""
+    threads: int = 0
+    """CPU threads; 0 chooses: one for small networks, whose products are too short to share, else torch's default"""
     tensorboard: bool = False
     """also write TensorBoard events (needs the extra qhyer[tensorboard])"""
+
+
+SMALL = 1_000_000  # parameters
 
 
 class NonFinite(UserError):
@@ -259,6 +264,8 @@ def train(
         episodes = episodes.to(device)
     environment = environment or (registered.environment if registered else None)
     agent = runs.build_agent(agent_name, config, episodes.spec(), train_config.seed).to(device)
+    parameters = sum(p.numel() for p in agent.parameters())
+    threads = train_config.threads or (1 if parameters < SMALL else torch.get_num_threads())
     info = {
         "agent": agent_name,
         "preset": preset,
@@ -275,15 +282,20 @@ def train(
         "spec": to_dict(episodes.spec()),
         "versions": runs.versions(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "hardware": runs.hardware(device),
-        "parameters": sum(p.numel() for p in agent.parameters()),
+        "hardware": runs.hardware(device, threads),
+        "parameters": parameters,
     }
     if resume and (run / "run.json").is_file():
         _check_same_run(run, info)
     else:
         write_json(run / "run.json", info)
     loop = _Loop(run, agent, episodes, train_config, torch.device(device), environment, quiet, on_step)
-    return loop.run_all(resume)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return loop.run_all(resume)
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check_same_run(run: Path, info: dict[str, Any]) -> None:

@@ -21,7 +21,6 @@ from qhyer import losses
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import WindowSamplerConfig
-from qhyer.nn.features import fourier, fourier_dim
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
 from qhyer.nn.hybrid import Backbone, HybridDecoder
 from qhyer.nn.optim import adamw
@@ -79,10 +78,6 @@ class QHyerConfig(AgentConfig):
     """beyond the paper: chance per step that a goal's path goes on in another episode passing nearby"""
     stitch_cell: float = 0.1
     """beyond the paper: how near, in standard deviations of the goal coordinates"""
-    fourier: int = 0
-    """beyond the paper: octaves of sine features of the standardised state and goal; for low-dimensional positions"""
-    q_fourier: int = 0
-    """beyond the paper: octaves of sine features of the Q token's value"""
     q_normalization: Literal["scale", "standardize"] = "scale"
     """Q divided by its mean magnitude (the paper), or its mean taken off first and divided by its mean deviation"""
 
@@ -94,13 +89,12 @@ class QHyer(Agent):
     def __init__(self, config: QHyerConfig, spec: DataSpec) -> None:
         super().__init__(config, spec)
         d = config.width
-        state_dim = fourier_dim(spec.observation_dim, config.fourier)
         self.critic: nn.ModuleDict | None = None
         if config.conditioning == "flow":
             self.critic = nn.ModuleDict(
                 {
                     "encoder": SAEncoder(
-                        state_dim + spec.action_dim,
+                        spec.observation_dim + spec.action_dim,
                         config.encoder_width,
                         config.encoder_layers,
                         config.representation,
@@ -111,14 +105,13 @@ class QHyer(Agent):
                 }
             )
         self.tokens = Tokens(
-            state_dim,
+            spec.observation_dim,
             spec.action_dim,
-            state_dim,
+            spec.observation_dim,
             d,
             config.context,
             config.tokenization,
             with_q=config.conditioning != "none",
-            q_fourier=config.q_fourier,
         )
         self.decoder = HybridDecoder(d, config.layers, config.heads, config.dropout, config.backbone, config.state_size)
         self.q_head = nn.Linear(d, 1) if config.conditioning != "none" else None
@@ -138,14 +131,10 @@ class QHyer(Agent):
     def log_density(self, observations: Tensor, actions: Tensor, goals: Tensor) -> Tensor:
         """Eq. (4): Q(s, a, g) = log p(g | s, a), goals in standard units of the goal coordinates; all (..., d)."""
         assert self.critic is not None
-        context = self.critic["encoder"](self.features(observations), actions)
+        context = self.critic["encoder"](self.normalize(observations), actions)
         # The flow itself stays in full precision: log-densities are differences of large numbers.
         with torch.autocast(observations.device.type, enabled=False):
             return self.critic["flow"].log_prob(goals.float(), context.float())  # type: ignore[operator]
-
-    def features(self, observations: Tensor) -> Tensor:
-        """Raw observations (or goals) as the networks see them."""
-        return fourier(self.normalize(observations), self.config.fourier)
 
     def goal_coordinates(self, goals: Tensor) -> Tensor:
         """Raw goal observations (..., d_s) -> the standardised coordinates that make the goal (..., d_g)."""
@@ -181,20 +170,20 @@ class QHyer(Agent):
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
         """Eqs. (15) and (10): imitate the action given Q, and regress the best Q. Returns L_BC, L_Q, metrics."""
         config = self.config
-        observations = self.features(batch["observations"])  # (B, K, d_s)
-        goals = self.features(batch["goals"])[:, None].expand(-1, config.context, -1)
+        observations = self.normalize(batch["observations"])  # (B, K, d_s)
+        goals = self.normalize(batch["goals"])[:, None].expand(-1, config.context, -1)
         q = self.q_values(batch) if self.q_head is not None else None  # (B, K)
         x = self.tokens(observations, goals, q, batch["actions"])
-        h, _ = self.decoder(x)
-        h = h.unflatten(1, (config.context, self.tokens.per_step))  # (B, K, tokens, d)
-        mean = self.action_head(h[:, :, self.tokens.action_from]).float()  # (B, K, d_a)
+        h, _ = self.decoder(x[:, :-1])  # the last action token is the past of nothing
+        at_state, at_action = (h[:, i :: self.tokens.per_step] for i in (self.tokens.state_at, self.tokens.action_from))
+        mean = self.action_head(at_action).float()  # (B, K, d_a)
         # Unspecified in the paper: the action is Gaussian with a fixed unit variance, OGBench's convention.
         bc = losses.masked_mean(losses.gaussian_nll(mean, batch["actions"]), batch["valid"])  # Eq. (15)
         error = losses.masked_mean((mean - batch["actions"]).square().mean(-1), batch["valid"])
         metrics: Metrics = {"actor/bc": bc.detach(), "actor/mse": error.detach()}
         if self.q_head is None or q is None:
             return bc, bc.new_zeros(()), metrics
-        q_hat = self.q_head(h[:, :, self.tokens.state_at]).squeeze(-1).float()  # (B, K)
+        q_hat = self.q_head(at_state).squeeze(-1).float()  # (B, K)
         # u = Q - Q-hat as in Eq. (10); Algorithm 1 prints the arguments swapped, which would fit the lower tail.
         u = q - q_hat
         if config.regression == "expectile":
@@ -267,8 +256,8 @@ class QHyer(Agent):
             observation[:, None] if memory is None else torch.cat([memory["observations"], observation[:, None]], dim=1)
         )  # (n, T, d_s), T <= K
         steps = observations.shape[1]
-        s = self.features(observations)
-        g = self.features(goal)[:, None].expand(-1, steps, -1)
+        s = self.normalize(observations)
+        g = self.normalize(goal)[:, None].expand(-1, steps, -1)
         current = self.tokens.state_tokens(s[:, -1:], g[:, -1:], first=steps - 1).flatten(1, 2)  # (n, 1 or 2, d)
         if memory is not None:
             past = self.tokens(s[:, :-1], g[:, :-1], memory.get("q"), memory["actions"])
@@ -289,7 +278,7 @@ class QHyer(Agent):
     @torch.no_grad()
     def readout(self, batch: Batch) -> list[dict[str, Tensor]]:
         """Per block, on a batch of windows: alpha, Delta_t and A_bar_t (the paper's memory analysis)."""
-        observations = self.features(batch["observations"])
-        goals = self.features(batch["goals"])[:, None].expand(-1, observations.shape[1], -1)
+        observations = self.normalize(batch["observations"])
+        goals = self.normalize(batch["goals"])[:, None].expand(-1, observations.shape[1], -1)
         q = self.q_values(batch) if self.q_head is not None else None
         return self.decoder.readout(self.tokens(observations, goals, q, batch["actions"]))

@@ -16,8 +16,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from qhyer.nn.features import fourier, fourier_dim
-
 Tokenization = Literal["concat", "separate", "no_goal"]
 
 
@@ -31,15 +29,13 @@ class Tokens(nn.Module):
         context: int,
         tokenization: Tokenization = "concat",
         with_q: bool = True,
-        q_fourier: int = 0,
     ) -> None:
         super().__init__()
         self.tokenization, self.with_q, self.context = tokenization, with_q, context
-        self.q_fourier = q_fourier
         state_inputs = observation_dim + (goal_dim if tokenization == "concat" else 0)
         self.state = nn.Linear(state_inputs, dim)
         self.goal = nn.Linear(goal_dim, dim) if tokenization == "separate" else None
-        self.q = nn.Linear(fourier_dim(1, q_fourier), dim) if with_q else None
+        self.q = nn.Linear(1, dim) if with_q else None
         self.action = nn.Linear(action_dim, dim)
         # Position within the window, not time within the episode: play data have no meaningful clock, and a
         # window at the start of an episode is simply a shorter one.
@@ -74,8 +70,7 @@ class Tokens(nn.Module):
     def q_token(self, q: Tensor, first: int = 0) -> Tensor:
         """(B, T) -> (B, T, d)."""
         assert self.q is not None
-        features = fourier(q[..., None], self.q_fourier)
-        return self.q(features) + self.position[first : first + q.shape[1]] + self.kind[self.action_from]
+        return self.q(q[..., None]) + self.position[first : first + q.shape[1]] + self.kind[self.action_from]
 
     def action_token(self, actions: Tensor, first: int = 0) -> Tensor:
         """(B, T, d_a) -> (B, T, d)."""

@@ -1,0 +1,296 @@
+"""The command line: parse, call, print. Every command's work is a function elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+# Threads that wait for work should sleep, not spin: on a shared machine spinning costs far more than it saves.
+# It must be set before torch is imported, hence here and not in the library.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import tyro
+
+from qhyer import __version__
+from qhyer.errors import UserError
+
+COMMANDS = {
+    "demo": "data, QHyer and a baseline trained, evaluated and reported, in minutes on a laptop",
+    "data": "generate | check | info | list: datasets",
+    "train": "AGENT DATASET: train an agent",
+    "eval": "RUN...: evaluate trained runs",
+    "report": "RUN...: one page with tables and figures",
+    "analyze": "NAME RUN...: answer one question about a run",
+    "bench": "infer | data: how fast it is here",
+    "list": "agents | datasets | presets | analyses: what there is",
+    "doctor": "what works on this machine, and what to do about what does not",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `qhyer`. Errors meant for the user are printed without a traceback, exit code 2."""
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        sys.exit(_dispatch(args) or 0)
+    except UserError as error:
+        from rich.console import Console
+
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, markup=True, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _usage() -> str:
+    lines = [
+        f"qhyer {__version__}: offline goal-conditioned RL",
+        "",
+        "usage: qhyer COMMAND ...  (--help after any)",
+        "",
+    ]
+    return "\n".join(lines + [f"  {name:<9}{text}" for name, text in COMMANDS.items()])
+
+
+def _dispatch(args: list[str]) -> int | None:
+    if not args or args[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if args[0] == "--version":
+        print(__version__)
+        return 0
+    command, rest = args[0], args[1:]
+    handlers: dict[str, Callable[[list[str]], int | None]] = {
+        "demo": _demo,
+        "data": _data,
+        "train": _train,
+        "eval": _eval,
+        "report": _report,
+        "analyze": _analyze,
+        "bench": _bench,
+        "list": _list,
+        "doctor": _doctor,
+    }
+    if command not in handlers:
+        import difflib
+
+        near = difflib.get_close_matches(command, handlers, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"no command is called {command!r}{hint}\n\n{_usage()}")
+    return handlers[command](rest)
+
+
+def _subcommands(prog: str, args: list[str], functions: dict[str, Callable[..., int | None]]) -> int | None:
+    return tyro.extras.subcommand_cli_from_dict(functions, prog=prog, args=args)
+
+
+def _data(args: list[str]) -> int | None:
+    from qhyer.data import commands
+
+    return _subcommands(
+        "qhyer data",
+        args,
+        {"generate": commands.generate, "check": commands.check, "info": commands.info, "list": commands.list_},
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ train
+
+
+@dataclass(frozen=True)
+class _TrainOptions:
+    """Options of `qhyer train` that are not the agent's."""
+
+    steps: int | None = None
+    """updates; the preset's when not given"""
+    out: Path | None = None
+    """the run's folder; runs/DATASET/AGENT-PRESET-sSEED-HASH when not given"""
+    resume: bool = False
+    """continue an unfinished run, bit for bit"""
+    goal: tuple[str, ...] = ()
+    """own data: the coordinates that make the goal, by index or name"""
+    env: str | None = None
+    """own data: gymnasium id of the environment to evaluate in"""
+
+
+def _train(args: list[str]) -> int | None:
+    from qhyer import agents, presets
+    from qhyer.config import replace
+    from qhyer.data import registry
+    from qhyer.train import TrainConfig, train
+
+    parser = argparse.ArgumentParser(
+        prog="qhyer train",
+        description=f"Train an agent. Agents: {', '.join(agents.names())}. Give AGENT and DATASET before --help to see "
+        "all options of that agent.",
+        add_help=False,
+    )
+    parser.add_argument("agent", help="agent name (`qhyer list agents`)")
+    parser.add_argument("dataset", help="dataset name (`qhyer list datasets`) or path of an npz (docs/data.md)")
+    parser.add_argument("--preset", default="paper", help="which preset (`qhyer list presets`)")
+    if len([a for a in args if not a.startswith("-")]) < 2:
+        parser.print_help()
+        return 0 if {"-h", "--help"} & set(args) else 2
+    known, rest = parser.parse_known_args(args)
+    path = Path(known.dataset)
+    name = path.stem if path.suffix == ".npz" else registry.get(known.dataset).name
+    config, _ = presets.resolve(known.agent, known.preset, name)
+    options_type = dataclasses.make_dataclass(
+        "Options",
+        [
+            ("train", Annotated[TrainConfig, tyro.conf.arg(name="")], field(default=TrainConfig())),
+            ("agent", type(config), field(default=config)),
+        ],
+        bases=(_TrainOptions,),
+        frozen=True,
+    )
+    options: Any = tyro.cli(
+        options_type,
+        args=rest,
+        prog=f"qhyer train {known.agent} {known.dataset}",
+        description=f"Train {known.agent} on {name}, preset {known.preset}. Values shown are the preset's.",
+    )
+    config = options.agent if options.steps is None else replace(options.agent, {"steps": options.steps})
+    episodes = None
+    if options.goal:
+        from qhyer.data.episodes import Episodes
+
+        if path.suffix != ".npz":
+            raise UserError("--goal is for your own npz; a registered dataset has its goal coordinates")
+        goal = [int(g) if g.lstrip("-").isdigit() else g for g in options.goal]
+        episodes = Episodes.load(path, goal=goal)  # type: ignore[arg-type]
+    run = train(
+        known.agent,
+        str(path) if path.suffix == ".npz" else name,
+        config,
+        options.train,
+        preset=known.preset,
+        run=options.out,
+        resume=options.resume,
+        episodes=episodes,
+        environment=options.env,
+    )
+    print(f"run: {run}")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------- eval
+
+
+def _eval(args: list[str]) -> int | None:
+    from qhyer.evaluate import EvalConfig
+
+    @dataclass(frozen=True)
+    class Options:
+        """Evaluate trained runs on every task of their environment; rows go to RUN/episodes.csv."""
+
+        runs: tyro.conf.Positional[tuple[Path, ...]]
+        """folders of runs"""
+        eval: Annotated[EvalConfig, tyro.conf.arg(name="")] = field(default=EvalConfig())
+        step: int | None = None
+        """evaluate this checkpoint instead of the last"""
+        env: str | None = None
+        """environment, where the run does not name one"""
+        device: str = "cpu"
+        workers: int | None = None
+        """processes that step environments; one per core when not given"""
+
+    options = tyro.cli(Options, args=args, prog="qhyer eval")
+    if not options.runs:
+        raise UserError("give at least one run's folder: qhyer eval RUN...")
+    from qhyer.runs import evaluate_run
+
+    for run in options.runs:
+        rate = evaluate_run(
+            run,
+            options.eval,
+            step=options.step,
+            environment=options.env,
+            device=options.device,
+            workers=options.workers,
+        )
+        print(f"{run}: success {100 * rate:.1f} %")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------- the others
+
+
+def _report(args: list[str]) -> int | None:
+    from qhyer.report import commands
+
+    return tyro.cli(commands.report, args=args, prog="qhyer report")
+
+
+def _analyze(args: list[str]) -> int | None:
+    from qhyer.analyses import commands
+
+    return tyro.cli(commands.analyze, args=args, prog="qhyer analyze")
+
+
+def _bench(args: list[str]) -> int | None:
+    from qhyer import bench
+
+    return _subcommands("qhyer bench", args, {"infer": bench.infer, "data": bench.data})
+
+
+def _doctor(args: list[str]) -> int | None:
+    from qhyer.doctor import doctor
+
+    return tyro.cli(doctor, args=args, prog="qhyer doctor")
+
+
+def _demo(args: list[str]) -> int | None:
+    from qhyer.demo import demo
+
+    return tyro.cli(demo, args=args, prog="qhyer demo")
+
+
+def _list(args: list[str]) -> int | None:
+    def show(what: tyro.conf.Positional[Literal["agents", "datasets", "presets", "analyses"]]) -> int:
+        """Print what there is."""
+        from rich.console import Console
+        from rich.table import Table
+
+        if what == "datasets":
+            from qhyer.data import commands
+
+            return commands.list_() or 0
+        from qhyer import agents, presets
+
+        table = Table()
+        if what == "agents":
+            table.add_column("agent")
+            table.add_column("what it is")
+            for name in agents.names():
+                module = sys.modules[agents.load(name).__module__]
+                table.add_row(name, (module.__doc__ or "").strip().splitlines()[0])
+        elif what == "presets":
+            for column in ("agent", "preset", "datasets", "what differs", "source"):
+                table.add_column(column)
+            for name in agents.names():
+                for preset, rules in presets.table(name).items():
+                    for rule in rules:
+                        differs = ", ".join(f"{k} {v}" for k, v in rule.overrides.items())
+                        table.add_row(name, preset, rule.pattern, differs, rule.source)
+        else:
+            from qhyer import analyses
+
+            table.add_column("analysis")
+            table.add_column("the question it answers")
+            for name in analyses.names():
+                table.add_row(name, (analyses.load(name).__doc__ or "").strip().splitlines()[0])
+        Console().print(table)
+        return 0
+
+    return tyro.cli(show, args=args, prog="qhyer list")
+
+
+if __name__ == "__main__":
+    main()
