@@ -237,7 +237,7 @@ def infer(
             "parameters": sum(p.numel() for p in policy.parameters()),
             **_machine(device),
         }
-    table = _table(f"one step of acting, {agent} {preset}, {registered.name}, full window; {_place(facts)}")
+    table = _table(f"one step of acting, {agent} {preset}, {registered.name}, full window; {facts['hardware']}")
     for heading in ("batch", "median ms", "p95 ms", "linear layers alone", "recomputed", "saving", "peak GB"):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -305,16 +305,10 @@ def data(
 def _machine(device: str) -> dict[str, Any]:
     return {
         "device": device,
-        "hardware": runs.hardware(device),
+        "hardware": runs.hardware(device, torch.get_num_threads()),
         "threads": torch.get_num_threads(),
         "versions": runs.versions(),
     }
-
-
-def _place(facts: dict[str, Any]) -> str:
-    threads = facts["threads"]
-    where = facts["hardware"] if facts["device"] != "cpu" else f"{platform.machine()} CPU"
-    return f"{where}, {threads} thread{'s' if threads != 1 else ''}"
 
 
 def _table(title: str) -> Table:

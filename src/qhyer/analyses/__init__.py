@@ -1,0 +1,48 @@
+"""Analyses of trained runs, found by discovery: `analyses/NAME.py` answers one question.
+
+The first line of a module's docstring is the question. Its function
+
+    run(run: Path, *, device: str = "cpu", data: Path | None = None) -> Path
+
+writes RUN/analyses/NAME.npz or .json, whole or not at all, prints a short answer, and returns the file.
+`data` is an npz to look at instead of the dataset the run was trained on (its validation file, for example).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Protocol
+
+from qhyer.errors import UserError
+
+NOT_ANALYSES = {"commands"}
+
+
+class Analysis(Protocol):
+    """What a module of this package is."""
+
+    __doc__: str | None
+
+    def run(self, run: Path, *, device: str = "cpu", data: Path | None = None) -> Path: ...
+
+
+def names() -> list[str]:
+    found = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(name for name in found if not name.startswith("_") and name not in NOT_ANALYSES)
+
+
+def load(name: str) -> Analysis:
+    """The analysis of this name, or an error that suggests the nearest one."""
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"no analysis is called {name!r}{hint} (there are: {', '.join(names())})")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def question(name: str) -> str:
+    """The first line of the module's docstring."""
+    return (load(name).__doc__ or "").strip().splitlines()[0]
