@@ -1,0 +1,276 @@
+"""Analyses of a small trained run: files in the promised layout, numbers that can be worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from qhyer import analyses, envs, runs
+from qhyer.agents.gcbc import GCBCConfig
+from qhyer.agents.qhyer import QHyerConfig
+from qhyer.analyses import _common, critic, goal_density, memory
+from qhyer.analyses.commands import analyze
+from qhyer.data.episodes import Episodes
+from qhyer.errors import UserError
+from qhyer.evaluate import EvalConfig, plan
+from qhyer.nn.mamba import Mamba
+from qhyer.report.collect import read_run
+from qhyer.report.figures import load_arrays
+from qhyer.train import TrainConfig, train
+
+ENVIRONMENT = "pointmaze-medium-v0"
+TINY = QHyerConfig(
+    steps=150, batch_size=32, learning_rate=3e-3, context=4, width=16, layers=2, heads=2, dropout=0.0, discount=0.95,
+    flow_blocks=2, flow_channels=32, encoder_width=64, encoder_layers=2, representation=16, flow_batch=1.0,
+)  # fmt: skip
+
+
+def walks() -> dict[str, np.ndarray]:
+    """Straight walks at 0.2 a step from anywhere in the maze's square: the action says where one will be."""
+    rng = np.random.default_rng(0)
+    observations, actions = [], []
+    for _ in range(60):
+        angle = rng.uniform(0, 2 * np.pi)
+        action = np.array([np.cos(angle), np.sin(angle)])
+        start = rng.uniform(0, 20, 2)
+        observations.append(start + 0.2 * action * np.arange(41)[:, None])
+        actions.append(np.repeat(action[None], 41, axis=0))
+    terminals = np.zeros((60, 41), dtype=bool)
+    terminals[:, -1] = True
+    return {
+        "observations": np.concatenate(observations).astype(np.float32),
+        "actions": np.concatenate(actions).astype(np.float32),
+        "terminals": terminals.ravel(),
+    }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "walks.npz"
+    np.savez(path, **walks())  # type: ignore[arg-type]
+    return path
+
+
+def trained(path: Path, data: Path, agent: str, config: Any, environment: str | None = ENVIRONMENT) -> Path:
+    torch.set_num_threads(1)
+    episodes = Episodes.load(data, goal=[0, 1])
+    settings = TrainConfig(device="cpu", log_every=50, threads=1)
+    return train(agent, "walks", config, settings, run=path, episodes=episodes, environment=environment, quiet=True)
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("runs") / "qhyer", data, "qhyer", TINY)
+
+
+@pytest.fixture(scope="module")
+def gcbc_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = GCBCConfig(steps=2, batch_size=4, hidden=(8,))
+    return trained(tmp_path_factory.mktemp("runs") / "gcbc", data, "gcbc", config)
+
+
+# ------------------------------------------------------------------------------------------------------- discovery
+
+
+def test_discovery() -> None:
+    assert analyses.names() == ["critic", "goal_density", "memory"]
+    for name in analyses.names():
+        assert analyses.question(name).endswith("?")
+        assert callable(analyses.load(name).run)
+    with pytest.raises(UserError, match="did you mean memory"):
+        analyses.load("memori")
+
+
+# ---------------------------------------------------------------------------------------------------- goal density
+
+
+def test_density_agrees_with_the_agent_at_grid_points(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = goal_density.run(run)
+    arrays = load_arrays(path, ("x", "y", "log_density", "goals", "titles"))
+    x, y, field = arrays["x"], arrays["y"], arrays["log_density"]
+    assert field.shape == (5, len(y), len(x)) and arrays["goals"].shape == (5, 2)
+    assert [str(t) for t in arrays["titles"]] == [f"task {i}" for i in range(1, 6)]
+    assert read_run(run).density == path
+    assert capsys.readouterr().out.count("task") == 5
+
+    env = envs.make(ENVIRONMENT)
+    agent: Any
+    agent, _ = runs.load_agent(run)
+    generator = np.random.default_rng(0)
+    for number, (spec,) in enumerate(plan(EvalConfig(episodes=1, shard=1), ENVIRONMENT, 5)):
+        _, goal = envs.seeded_reset(env, spec.seed, spec.task)
+        np.testing.assert_array_equal(arrays["goals"][number], goal)
+        free = np.argwhere(np.isfinite(field[number]))
+        for i, j in free[generator.integers(len(free), size=4)]:
+            state = torch.tensor([x[j], y[i]], dtype=torch.float32)
+            best = -np.inf
+            for angle in np.arange(8) * np.pi / 4:  # one state, one action at a time
+                action = torch.tensor([np.cos(angle), np.sin(angle)], dtype=torch.float32)
+                with torch.no_grad():
+                    log_p = agent.log_density(state, action, agent.goal_coordinates(torch.from_numpy(goal)))
+                best = max(best, float(log_p))
+            assert field[number, i, j] == pytest.approx(best, abs=1e-3)
+
+
+def test_walls_are_nan_and_the_grid_meets_the_cells() -> None:
+    env = envs.make(ENVIRONMENT)
+    geometry = envs.maze_geometry(env)
+    assert geometry is not None
+    x, y, free = goal_density.grid(geometry, points=3)
+    assert free.shape == (len(y), len(x)) == (24, 24)
+    maze = env.unwrapped
+    for i in range(8):
+        for j in range(8):
+            centre = maze.ij_to_xy((i, j))
+            assert (x[3 * j + 1], y[3 * i + 1]) == pytest.approx(tuple(centre))
+            assert free[3 * i : 3 * i + 3, 3 * j : 3 * j + 3].all() == (geometry["maze_map"][i, j] != 1)
+
+
+def test_density_needs_a_maze_and_a_flow(gcbc_run: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="conditioning=flow"):
+        goal_density.run(gcbc_run)
+    elsewhere = trained(tmp_path / "cube", data, "gcbc", GCBCConfig(steps=1, batch_size=4, hidden=(8,)), None)
+    with pytest.raises(UserError, match="needs a maze"):
+        goal_density.run(elsewhere)
+
+
+def test_unit_actions() -> None:
+    for dim, count in ((2, 8), (3, 6)):
+        actions = goal_density.unit_actions(dim)
+        assert actions.shape == (count, dim)
+        torch.testing.assert_close(actions.norm(dim=1), torch.ones(count))
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+
+
+def test_effective_memory_by_hand() -> None:
+    a_bar = torch.tensor([[0.1, 0.9, 0.9, 0.9], [0.9, 0.9, 0.9, 0.4], [1.0, 1.0, 1.0, 1.0]])
+    # 0.9^3 = 0.73, then 0.07; 0.4 at once; never forgotten: the whole window
+    assert memory.effective_memory(a_bar).tolist() == [3, 0, 4]
+
+
+def test_memory_of_a_mamba_with_known_steps() -> None:
+    """Delta = 0.1 everywhere, A = -1 and -2: A_bar is e^-0.1 and e^-0.2, which stay above 1/2 for 6 and 3 tokens."""
+    mixer = Mamba(4, state_size=2)
+    with torch.no_grad():
+        mixer.dt_proj.weight.zero_()
+        mixer.dt_proj.bias.fill_(float(np.log(np.expm1(0.1))))  # softplus of it is 0.1
+    values = mixer.readout(torch.randn(3, 20, 4))
+    readouts: list[dict[str, memory.Moments]] = [{}]
+    memory.observe(readouts, [{**values, "alpha": torch.tensor([[0.2, 0.4]])}])
+    found = memory.summarize(readouts, tokens_per_step=3)["all"]
+    assert found["delta_mean"] == pytest.approx(0.1, rel=1e-5)
+    assert found["delta_std"] == pytest.approx(0.0, abs=1e-6)
+    assert found["a_bar_mean"] == pytest.approx((np.exp(-0.1) + np.exp(-0.2)) / 2, rel=1e-5)
+    assert found["memory_tokens"] == pytest.approx((6 + 3) / 2)
+    assert found["memory_steps"] == pytest.approx(1.5)
+    assert found["memory_tokens_of_mean"] == 4  # mean 0.862: 0.862^4 = 0.551, 0.862^5 = 0.475
+    assert (found["gate_attention"], found["gate_mamba"]) == pytest.approx((0.3, 0.7))
+
+
+def test_memory_of_a_run(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(memory.run(run, data=data).read_text())
+    assert len(found["blocks"]) == TINY.layers
+    assert found["data"]["training_data"] is True
+    assert found["window_tokens"] == 3 * TINY.context
+    over = found["all"]
+    assert 0 < over["a_bar_mean"] < 1 and 0 <= over["memory_tokens"] <= found["window_tokens"]
+    assert over["gate_attention"] + over["gate_mamba"] == pytest.approx(1.0)
+    assert "gate: attention" in capsys.readouterr().out
+    again = json.loads(memory.run(run, data=data).read_text())
+    assert again == found  # a function of the run and the data
+
+
+def test_memory_says_what_it_needs(run: Path, gcbc_run: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Mamba"):
+        memory.run(gcbc_run, data=data)
+    with pytest.raises(UserError, match="--data"):
+        memory.run(run)
+    other = tmp_path / "other.npz"
+    np.savez(other, **{k: np.repeat(v, 2, axis=-1) if v.ndim == 2 else v for k, v in walks().items()})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="columns"):
+        memory.run(run, data=other)
+
+
+# ---------------------------------------------------------------------------------------------------------- critic
+
+
+def test_ranks_and_spearman_agree_with_scipy() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 5, 40).astype(float), rng.normal(size=40)  # many ties on one side
+    np.testing.assert_allclose(_common.ranks(a) + 1, stats.rankdata(a))
+    assert _common.spearman(a, b) == pytest.approx(stats.spearmanr(a, b).statistic)
+    both = _common.spearman(np.stack([a, b]), np.stack([b, b]))
+    np.testing.assert_allclose(both, [stats.spearmanr(a, b).statistic, 1.0])
+    assert np.isnan(_common.spearman(np.ones(5), np.arange(5.0)))
+
+
+class Oracle:
+    """A critic that knows the straight walks: far goals and goals in another direction are unlikely."""
+
+    def goal_coordinates(self, goals: torch.Tensor) -> torch.Tensor:
+        return goals
+
+    def log_density(self, states: torch.Tensor, actions: torch.Tensor, goals: torch.Tensor) -> torch.Tensor:
+        return -(goals - states - 0.2 * actions).norm(dim=-1)
+
+
+def test_a_critic_that_knows_is_told_from_one_that_does_not(data: Path) -> None:
+    episodes = Episodes.load(data, goal=[0, 1])
+    knows, source = Oracle(), torch.Generator().manual_seed(0)
+    found = critic.nearing(knows, episodes, 40, source)
+    assert found["spearman"] == pytest.approx(1.0) and found["states_per_goal"] == critic.APPROACH
+    ranking = critic.action_ranking(knows, episodes, 0.95, source)
+    assert ranking["auc_other"] > 0.95 and ranking["auc_random"] > 0.6 and ranking["advantage_other"] > 0
+
+    class Ignorant(Oracle):
+        def log_density(self, states: torch.Tensor, actions: torch.Tensor, goals: torch.Tensor) -> torch.Tensor:
+            return torch.rand(len(states), generator=torch.Generator().manual_seed(len(states)))
+
+    noise = critic.nearing(Ignorant(), episodes, 40, source)
+    assert abs(noise["spearman"]) < 0.1
+    constant = Ignorant()
+    constant.log_density = lambda s, a, g: torch.zeros(len(s))  # type: ignore[method-assign]
+    assert critic.action_ranking(constant, episodes, 0.95, source)["auc_random"] == 0.5
+    assert critic.nearing(constant, episodes, 40, source)["spearman"] is None
+
+
+def test_critic_of_a_run(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(critic.run(run, data=data).read_text())
+    # 150 updates on walks whose action decides where they lead: the flow has learned something of it.
+    assert found["nearing"]["spearman"] > 0.3
+    assert found["action"]["auc_other"] > 0.6
+    assert found["tokens"]["q_std"] > 0 and 0 <= found["tokens"]["q_hat_above_q"] <= 1
+    assert "rank correlation" in capsys.readouterr().out
+
+
+def test_token_spread_agrees_with_the_training_metric(run: Path, data: Path) -> None:
+    agent: Any
+    agent, _ = runs.load_agent(run)
+    windows = agent.stages()[0].sampler.build(Episodes.load(data, goal=[0, 1]), torch.Generator()).sample(16)
+    found = critic.token_spread(agent, windows)
+    with torch.no_grad():
+        _, _, metrics = agent.actor_loss(windows)
+    assert found["q_hat_minus_q_mean"] == pytest.approx(float(metrics["q/hat_minus_q"]), abs=1e-5)
+    assert found["q_mean"] == pytest.approx(float(metrics["q/mean"]), abs=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------- command
+
+
+def test_analyze(run: Path, gcbc_run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert analyze("memory", (run,), data=data) == 0
+    shown = capsys.readouterr().out
+    assert analyses.question("memory") in shown and "written:" in shown
+    assert analyze("memory", (gcbc_run, run), data=data) == 1  # goes on after the run it cannot answer for
+    with pytest.raises(UserError, match="Mamba"):
+        analyze("memory", (gcbc_run,), data=data)
+    with pytest.raises(UserError, match="give the run"):
+        analyze("memory", ())
