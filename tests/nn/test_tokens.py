@@ -7,7 +7,6 @@ import typing
 import pytest
 import torch
 
-from qhyer.nn.features import fourier
 from qhyer.nn.tokens import Tokenization, Tokens
 
 TOKENIZATIONS = typing.get_args(Tokenization)
@@ -22,9 +21,9 @@ ORDER = {  # the order of one step's tokens, by name
 }
 
 
-def make(tokenization: str, with_q: bool, **options) -> Tokens:
+def make(tokenization: str, with_q: bool) -> Tokens:
     torch.manual_seed(0)
-    return Tokens(3, 2, 3, dim=8, context=4, tokenization=tokenization, with_q=with_q, **options)
+    return Tokens(3, 2, 3, dim=8, context=4, tokenization=tokenization, with_q=with_q)
 
 
 def window(steps: int = 4):
@@ -93,14 +92,6 @@ def test_q_and_action_stay_in_their_tokens():
     for other, place in ((tokens(s, g, q + 1, a), 1), (tokens(s, g, q, a + 1), 2)):
         moved = ((other - base).abs().amax((0, 2)).unflatten(0, (4, 3)) > 0).tolist()
         assert moved == [[i == place for i in range(3)]] * 4
-
-
-def test_sine_features_of_q():
-    tokens = make("concat", True, q_fourier=2)
-    q = torch.randn(2, 4)
-    expected = tokens.q(fourier(q[..., None], 2)) + tokens.position + tokens.kind[1]
-    torch.testing.assert_close(tokens.q_token(q), expected)
-    assert tokens.q.in_features == 5
 
 
 def test_shorter_window_uses_the_first_positions():
