@@ -10,7 +10,6 @@ RUN/checkpoints/00005000/
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qhyer.errors import CorruptFile, UserError
-from qhyer.storage import atomic_directory, read_sealed_json, sha256_file, sweep_partial, write_sealed_json
+from qhyer.storage import atomic_directory, discard, read_sealed_json, sha256_file, sweep_partial, write_sealed_json
 
 FORMAT = 1
 FILES = ("agent.safetensors", "training.safetensors", "state.json")
@@ -51,8 +50,6 @@ def save(
 ) -> Path:
     """Writes `folder/STEP`; a reader sees it complete or not at all. Then prunes to the newest `keep`."""
     target = Path(folder) / f"{step:08d}"
-    if target.exists():  # the same step again (after a resume): the content is the same by construction
-        shutil.rmtree(target)
     with atomic_directory(target) as temporary:
         save_file(_plain(agent), temporary / "agent.safetensors")
         save_file(_plain(training), temporary / "training.safetensors")
@@ -64,7 +61,7 @@ def save(
         write_sealed_json(temporary / "manifest.json", {"format": FORMAT, "step": step, "files": files})
     if keep is not None:
         for old in steps(folder)[:-keep]:
-            shutil.rmtree(Path(folder) / f"{old:08d}", ignore_errors=True)
+            discard(Path(folder) / f"{old:08d}")
     return target
 
 

@@ -53,9 +53,16 @@ def atomic_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def discard(folder: Path) -> None:
+    """Remove a folder so that it is gone at once: a kill half-way leaves litter to sweep, not half a folder."""
+    temporary = _temporary(Path(folder))
+    os.rename(folder, temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """The same for a folder that must not exist yet."""
+    """The same for a folder; one that has the name already is replaced."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
@@ -65,6 +72,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         for item in temporary.iterdir():
             _sync(item)
         _sync(temporary)
+        if path.is_dir():  # a folder cannot be renamed over another: the old one leaves at the last moment
+            discard(path)
         os.rename(temporary, path)
         _sync(path.parent)
     finally:

@@ -1,0 +1,355 @@
+"""Checkpoints are whole or absent, notice any changed byte, and never run code from a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from qhyer import checkpoint, storage
+from qhyer.errors import CorruptFile, UserError
+
+
+def state(step: int = 1) -> tuple[dict, dict, dict]:
+    g = torch.Generator().manual_seed(step)
+    agent = {"weight": torch.randn(8, 4, generator=g), "scale": torch.tensor(float(step))}
+    training = {"optimizer/0/0/step": torch.tensor(float(step)), "rng/torch": torch.get_rng_state()[:64]}
+    return agent, training, {"step": step, "optimizers": [], "seconds": 1.5}
+
+
+def save(folder: Path, step: int = 1, keep: int | None = None) -> Path:
+    return checkpoint.save(folder, step, *state(step), keep)
+
+
+def is_whole(path: Path, step: int) -> bool:
+    loaded = checkpoint.load(path)
+    agent, training, plain = state(step)
+    same = all(torch.equal(loaded.agent[k], v) for k, v in agent.items())
+    return same and loaded.training.keys() == training.keys() and loaded.state == plain
+
+
+# ---------------------------------------------------------------------------------------------------- round trip
+
+
+def test_round_trip_to_the_bit(tmp_path):
+    agent = {
+        "float": torch.randn(3, 2),
+        "view": torch.randn(4, 6).t()[1:],  # not contiguous
+        "scalar": torch.tensor(2.5),
+        "int": torch.arange(5),
+        "bool": torch.tensor([True, False]),
+        "half": torch.randn(3).bfloat16(),
+        "double": torch.randn(2, dtype=torch.float64),
+        "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+    }
+    training = {"rng": torch.get_rng_state(), "shared": agent["float"]}
+    path = checkpoint.save(tmp_path, 7, agent, training, {"step": 7, "names": ["a", "b"], "rate": 0.1})
+    loaded = checkpoint.load(path)
+    for name, tensor in agent.items():
+        assert loaded.agent[name].dtype == tensor.dtype and loaded.agent[name].shape == tensor.shape
+        assert torch.equal(
+            loaded.agent[name].reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)
+        )
+    assert torch.equal(loaded.training["rng"], training["rng"])
+    assert loaded.state == {"step": 7, "names": ["a", "b"], "rate": 0.1}
+    assert path.name == "00000007" and sorted(p.name for p in path.iterdir()) == sorted(
+        [*checkpoint.FILES, "manifest.json"]
+    )
+
+
+def test_keeps_the_newest(tmp_path):
+    for step in (5, 10, 15, 100):
+        save(tmp_path, step, keep=2)
+    assert checkpoint.steps(tmp_path) == [15, 100]
+    assert checkpoint.latest(tmp_path).name == "00000100"
+
+
+def test_same_step_again(tmp_path):
+    save(tmp_path, 3)
+    assert is_whole(save(tmp_path, 3), 3)
+
+
+def test_nothing_there_says_what_to_do(tmp_path):
+    assert checkpoint.steps(tmp_path / "none") == []
+    with pytest.raises(UserError, match="train first"):
+        checkpoint.latest(tmp_path)
+    with pytest.raises(UserError, match="no manifest"):
+        checkpoint.load(tmp_path)
+
+
+def test_another_format_is_refused(tmp_path):
+    path = save(tmp_path)
+    values = storage.read_sealed_json(path / "manifest.json")
+    storage.write_sealed_json(path / "manifest.json", {**values, "format": 99})
+    with pytest.raises(UserError, match="format 99, this version reads 1"):
+        checkpoint.load(path)
+
+
+# -------------------------------------------------------------------------------------------------------- damage
+
+
+def test_a_thousand_flipped_bytes_are_all_noticed(tmp_path):
+    """Over all files, the manifest included: every flip is found, and the file named."""
+    path = save(tmp_path)
+    draw = random.Random(0)
+    files = sorted(path.iterdir())
+    sizes = [file.stat().st_size for file in files]
+    whole = {file: file.read_bytes() for file in files}
+    missed = []
+    for _ in range(1000):
+        file = draw.choices(files, sizes)[0]
+        place, change = draw.randrange(len(whole[file])), draw.randrange(1, 256)
+        spoilt = bytearray(whole[file])
+        spoilt[place] ^= change
+        file.write_bytes(spoilt)
+        try:
+            checkpoint.load(path)
+            missed.append((file.name, place, change))
+        except CorruptFile as error:
+            assert file.name in str(error)
+        file.write_bytes(whole[file])
+    assert not missed
+    assert is_whole(path, 1)
+
+
+@pytest.mark.parametrize("name", [*checkpoint.FILES, "manifest.json"])
+def test_truncated_and_grown_files(tmp_path, name):
+    path = save(tmp_path)
+    whole = (path / name).read_bytes()
+    for spoilt in (b"", whole[:1], whole[:-1], whole[: len(whole) // 2], whole + b"\0", whole + b"\n"):
+        (path / name).write_bytes(spoilt)
+        with pytest.raises(CorruptFile, match=name):
+            checkpoint.load(path)
+
+
+@pytest.mark.parametrize("name", checkpoint.FILES)
+def test_missing_file(tmp_path, name):
+    path = save(tmp_path)
+    (path / name).unlink()
+    with pytest.raises(CorruptFile, match=f"{name} is missing"):
+        checkpoint.load(path)
+
+
+def test_without_its_manifest_it_is_no_checkpoint(tmp_path):
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "manifest.json").unlink()
+    assert checkpoint.steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("name", checkpoint.FILES)
+def test_files_of_another_checkpoint(tmp_path, name):
+    """Each is a valid file; together they are not this checkpoint."""
+    first, second = save(tmp_path, 1), save(tmp_path, 2)
+    shutil.copy(second / name, first / name)
+    with pytest.raises(CorruptFile, match=name):
+        checkpoint.load(first)
+    assert is_whole(second, 2)
+
+
+def test_swapped_files(tmp_path):
+    path = save(tmp_path)
+    (path / "agent.safetensors").rename(path / "x")
+    (path / "training.safetensors").rename(path / "agent.safetensors")
+    (path / "x").rename(path / "training.safetensors")
+    with pytest.raises(CorruptFile):
+        checkpoint.load(path)
+
+
+def test_a_pickle_in_the_place_of_the_weights_is_refused_and_not_run(tmp_path):
+    """Even with a manifest that vouches for it."""
+    import pickle
+
+    class Bomb:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    path = save(tmp_path)
+    (path / "agent.safetensors").write_bytes(pickle.dumps(Bomb()))
+    manifest = storage.read_sealed_json(path / "manifest.json")
+    manifest["files"]["agent.safetensors"] = {
+        "sha256": storage.sha256_file(path / "agent.safetensors"),
+        "bytes": (path / "agent.safetensors").stat().st_size,
+    }
+    storage.write_sealed_json(path / "manifest.json", manifest)
+    with pytest.raises(CorruptFile):
+        checkpoint.load(path)
+    assert not (tmp_path / "ran").exists()
+
+
+# ----------------------------------------------------------------------------------------------- failing half-way
+
+
+def count_calls(monkeypatch, fail_at: int | None) -> list[str]:
+    """Counts the calls that touch the disk while saving; the one numbered `fail_at` fails as a full disk does."""
+    calls: list[str] = []
+
+    def wrap(owner, name):
+        original = getattr(owner, name)
+
+        def guarded(*args, **kwargs):
+            if name == "mkdir" and Path(args[0]).is_dir():
+                return original(*args, **kwargs)  # a folder that exists already: pathlib expects the failure
+            calls.append(name)
+            if len(calls) - 1 == fail_at:
+                raise OSError(28, "No space left on device")
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, guarded)
+
+    for owner, name in (
+        (os, "rename"), (os, "replace"), (os, "fsync"), (os, "mkdir"), (checkpoint, "save_file"),
+        (Path, "write_text"), (checkpoint, "sha256_file"),
+    ):  # fmt: skip
+        wrap(owner, name)
+    return calls
+
+
+def test_a_failure_at_any_call_leaves_the_last_checkpoint_and_says_so(tmp_path, monkeypatch):
+    folder = tmp_path / "count"
+    save(folder, 1)
+    with monkeypatch.context() as patch:
+        calls = count_calls(patch, None)
+        save(folder, 2)
+    assert {"rename", "fsync", "save_file", "write_text", "sha256_file", "mkdir"} <= set(calls)
+    assert calls.index("rename") > max(i for i, c in enumerate(calls) if c in ("save_file", "write_text"))
+    assert "fsync" in calls[calls.index("rename") + 1 :]  # the directory, after the rename
+    for number in range(len(calls)):
+        folder = tmp_path / str(number)
+        save(folder, 1)
+        with monkeypatch.context() as patch:
+            count_calls(patch, number)
+            with pytest.raises(OSError, match="No space left"):
+                save(folder, 2)
+        for step in checkpoint.steps(folder):  # 2 is there only if the failure came after the rename
+            assert is_whole(folder / f"{step:08d}", step), calls[number]
+        assert checkpoint.steps(folder)[0] == 1
+        assert not list(folder.glob(".partial-*"))
+        save(folder, 2)
+        assert is_whole(checkpoint.latest(folder), 2)
+
+
+def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Write, fsync each file and the folder, rename, fsync the parent: in this order."""
+    events: list[str] = []
+    sync, rename = storage._sync, os.rename
+    monkeypatch.setattr(storage, "_sync", lambda p: (events.append(f"sync {Path(p).name}"), sync(p)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
+    save(tmp_path / "c", 1)
+    at = events.index("rename")
+    for name in (*checkpoint.FILES, "manifest.json"):
+        assert f"sync {name}" in events[:at]
+    assert events[at - 1].startswith("sync .partial-00000001") and events[at + 1 :] == ["sync c"]
+
+
+def test_litter_is_swept(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / ".partial-00000002-1-ab").mkdir()
+    (tmp_path / ".partial-00000002-1-ab" / "agent.safetensors").write_bytes(b"half")
+    (tmp_path / ".partial-x").write_bytes(b"")
+    assert checkpoint.steps(tmp_path) == [1]
+    checkpoint.clean(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+
+
+def test_two_hundred_kills_leave_no_unloadable_checkpoint(tmp_path):
+    """A child saves in a loop and is killed with SIGKILL at a random instant, two hundred times over one folder.
+
+    After each kill every checkpoint there loads, what the child had finished is still there, and the next child
+    goes on from it.
+    """
+    draw = random.Random(0)
+    finished = tmp_path / "finished"
+    folder = tmp_path / "checkpoints"
+    step = litter = 0
+    save(folder, 0)
+    begun = time.perf_counter()
+    save(folder, 0)
+    patience = 4 * (time.perf_counter() - begun)  # a few saves per child on this disk, whatever its speed
+    for _ in range(200):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:  # nothing but saving; never returns into pytest
+            try:
+                os.close(reader)
+                checkpoint.clean(folder)
+                os.write(writer, b"x")
+                mine = step
+                while True:
+                    mine += 1
+                    save(folder, mine, keep=2)
+                    finished.write_bytes(str(mine).encode())
+            finally:
+                os._exit(1)
+        os.close(writer)
+        os.read(reader, 1)
+        os.close(reader)
+        time.sleep(draw.uniform(0.0, patience))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        litter += bool(list(folder.glob(".partial-*")))
+        there = checkpoint.steps(folder)
+        text = finished.read_text() if finished.exists() else ""  # empty when the kill fell between open and write
+        assert there and there[-1] >= int(text or 0), "a finished checkpoint is gone"
+        for number in there:
+            assert is_whole(folder / f"{number:08d}", number)
+        step = there[-1]
+    assert step > 100, "the children hardly saved anything: the test shows nothing"
+    assert litter > 20, "hardly any kill fell into a save: the test shows nothing"
+
+
+# ---------------------------------------------------------------------------------------------------- optimisers
+
+
+def fit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, generator=g)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+        lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=1e-2),
+    ],
+    ids=["adamw", "adamw-fused", "amsgrad", "momentum", "sgd"],
+)
+def test_optimizers_continue_to_the_bit(tmp_path, make):
+    """Through the disk: three updates, save, load into fresh ones, three more equal six."""
+
+    def fresh():
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 1)]
+        return models, [make(m.parameters()) for m in models]
+
+    models, optimizers = fresh()
+    for m, o in zip(models, optimizers):
+        fit(m, o, 3, seed=1)
+    optimizers[1].param_groups[0]["lr"] = 5e-3
+    tensors, groups = checkpoint.pack_optimizers(optimizers)
+    weights = {f"{i}.{k}": v for i, m in enumerate(models) for k, v in m.state_dict().items()}
+    path = checkpoint.save(tmp_path, 3, weights, tensors, {"optimizers": groups})
+    loaded = checkpoint.load(path)
+    others, fresh_optimizers = fresh()
+    for i, m in enumerate(others):
+        m.load_state_dict({k[2:]: v for k, v in loaded.agent.items() if k.startswith(f"{i}.")})
+    checkpoint.unpack_optimizers(fresh_optimizers, loaded.training, loaded.state["optimizers"])
+    assert fresh_optimizers[1].param_groups[0]["lr"] == 5e-3
+    for ms, os_ in ((models, optimizers), (others, fresh_optimizers)):
+        for m, o in zip(ms, os_):
+            fit(m, o, 3, seed=2)
+    for a, b in zip(models, others):
+        assert torch.equal(a.weight, b.weight) and torch.equal(a.bias, b.bias)
+    json.dumps(groups)
