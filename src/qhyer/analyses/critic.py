@@ -6,7 +6,7 @@ nearing   Along an episode towards one of its own states as the goal: Spearman's
           the steps to go. 1: it rises at every step; 0: it does not know. Per goal, so that the density of the goal
           itself cancels; `pooled` mixes all pairs.
 action    How often the action taken has a higher log p of the goal it led to than another action at the same state:
-          uniform random, or one taken elsewhere in the data. This is the area under the ROC curve of such pairs: 0.5 is
+          uniform random, or one taken elsewhere in the data. An AUC over pairs of the same state and goal: 0.5 is
           chance.
 tokens    What the decoder is given and predicts, on windows drawn as in training: spread of the normalised Q over all
           tokens and within a window, and Q-hat minus Q (positive where the prediction is above the data's Q).
