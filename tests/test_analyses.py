@@ -108,12 +108,12 @@ def test_density_agrees_with_the_agent_at_grid_points(run: Path, capsys: pytest.
         np.testing.assert_array_equal(arrays["goals"][number], goal)
         free = np.argwhere(np.isfinite(field[number]))
         for i, j in free[generator.integers(len(free), size=4)]:
-            state = torch.tensor([x[j], y[i]], dtype=torch.float32)
+            state = torch.tensor([[x[j], y[i]]], dtype=torch.float32)
             best = -np.inf
             for angle in np.arange(8) * np.pi / 4:  # one state, one action at a time
-                action = torch.tensor([np.cos(angle), np.sin(angle)], dtype=torch.float32)
+                action = torch.tensor([[np.cos(angle), np.sin(angle)]], dtype=torch.float32)
                 with torch.no_grad():
-                    log_p = agent.log_density(state, action, agent.goal_coordinates(torch.from_numpy(goal)))
+                    log_p = agent.log_density(state, action, agent.goal_coordinates(torch.from_numpy(goal)[None]))
                 best = max(best, float(log_p))
             assert field[number, i, j] == pytest.approx(best, abs=1e-3)
 
