@@ -102,6 +102,13 @@ def verify(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """The JSON part alone, checked against the manifest like all of it."""
+    path = Path(path)
+    verify(path)
+    return json.loads((path / "state.json").read_text())
+
+
 def load(path: Path, device: str | torch.device = "cpu") -> Checkpoint:
     """Verifies, then reads."""
     path = Path(path)

@@ -79,7 +79,11 @@ class Update:
         self.agent, self.stage, self.sampler, self.device = agent, stage, sampler, device
         self.autocast = precision == "bf16"
         self.parameters = [p for o in stage.optimizers for group in o.param_groups for p in group["params"]]
-        self.base_rates = [[float(g["lr"]) for g in o.param_groups] for o in stage.optimizers]
+        # Kept with the groups, and so in checkpoints: after a resume, or in a later stage, "lr" holds what the
+        # schedule made of it.
+        self.base_rates = [
+            [g.setdefault("initial_lr", float(g["lr"])) for g in o.param_groups] for o in stage.optimizers
+        ]
         self.names: list[str] = []
         self.sums: Tensor | None = None
         self.count = 0
@@ -193,9 +197,10 @@ def default_run_dir(agent: str, preset: str, dataset: str, config: AgentConfig, 
 
 
 def is_finished(run: Path, config: AgentConfig) -> bool:
-    """Whether a run has the checkpoint of its last update."""
-    found = checkpoint.steps(Path(run) / "checkpoints")
-    return bool(found) and found[-1] >= config.steps
+    """Whether a run has the checkpoint of its last update (of all its stages)."""
+    folder = Path(run) / "checkpoints"
+    found = checkpoint.steps(folder)
+    return bool(found) and found[-1] >= checkpoint.read_state(folder / f"{found[-1]:08d}").get("total", config.steps)
 
 
 @contextlib.contextmanager
@@ -349,8 +354,8 @@ class _Loop:
         tensors["rng/torch"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
-        state = {"step": self.step, "optimizers": groups, "seconds": self.seconds}
-        if self.update is not None and self.update.sums is not None:
+        state = {"step": self.step, "total": self.total, "optimizers": groups, "seconds": self.seconds}
+        if self.update is not None and self.update.sums is not None and self.update.count:
             tensors["metrics"] = self.update.sums
             state |= {"metrics": self.update.names, "metrics_count": self.update.count}
         return checkpoint.save(self.folder, self.step, self.agent.state_dict(), tensors, state, self.config.keep)
