@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,15 +31,37 @@ def num_tasks(env: Any) -> int:
     return int(env.unwrapped.num_tasks)
 
 
+@contextlib.contextmanager
+def _seeded_action_space(env: Any, seed: int) -> Iterator[None]:
+    """Seeds what `action_space.sample()` draws inside the environment.
+
+    The manipulation environments make their action space anew, unseeded, at every access; for the time of the
+    block they hold on to one. Without it the arm's pose in the goal differs from reset to reset.
+    """
+    kind = type(env.unwrapped)
+    space = env.unwrapped.action_space
+    space.seed(seed)
+    if env.unwrapped.action_space is space:
+        yield
+        return
+    own = vars(kind).get("action_space")  # None: inherited
+    kind.action_space = property(lambda _: space)
+    try:
+        yield
+    finally:
+        if own is None:
+            del kind.action_space
+        else:
+            kind.action_space = own
+
+
 def seeded_reset(env: Any, seed: int, task: int) -> tuple[np.ndarray, np.ndarray]:
     """Reset that depends on the seed alone -> (observation, goal).
 
-    `reset(seed=...)` is not enough: OGBench's mazes draw from numpy's global generator and the manipulation tasks
-    settle with `action_space.sample()`; both are seeded here.
+    `reset(seed=...)` is not enough: OGBench's mazes draw from numpy's global generator, and mazes and manipulation
+    tasks settle with `action_space.sample()`; both are seeded here.
     """
-    with global_numpy(seed):
-        env.action_space.seed(seed % 2**31)
-        env.unwrapped.action_space.seed(seed % 2**31)
+    with global_numpy(seed), _seeded_action_space(env, seed % 2**31):
         observation, info = env.reset(seed=seed % 2**31, options={"task_id": task})
     return np.asarray(observation, dtype=np.float32), np.asarray(info["goal"], dtype=np.float32)
 

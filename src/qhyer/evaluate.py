@@ -169,11 +169,11 @@ class _Shard:
 
 @contextlib.contextmanager
 def _evaluation_mode(agent: Agent) -> Iterator[torch.device]:
-    """Evaluation leaves no trace: mode, torch's random state and its number of threads are put back.
+    """Evaluation leaves no trace: mode, torch's and numpy's random states and torch's threads are put back.
 
     One thread: batches are small, and threads that wait for each other beside busy workers cost more than they do.
     """
-    training, threads = agent.training, torch.get_num_threads()
+    training, threads, numpy_state = agent.training, torch.get_num_threads(), np.random.get_state()
     agent.eval()
     torch.set_num_threads(1)
     try:
@@ -182,6 +182,7 @@ def _evaluation_mode(agent: Agent) -> Iterator[torch.device]:
     finally:
         agent.train(training)
         torch.set_num_threads(threads)
+        np.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager

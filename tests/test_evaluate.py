@@ -1,0 +1,256 @@
+"""Evaluation is a function of the weights and the seed: not of workers, of order, nor of anyone's random state."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qhyer import envs, runs
+from qhyer import evaluate as evaluation
+from qhyer.agent import Agent, AgentConfig
+from qhyer.data.episodes import DataSpec, Episodes
+from qhyer.errors import UserError
+from qhyer.evaluate import EpisodeSpec, EvalConfig, ShardRunner, evaluate, plan, success_rate
+from qhyer.records import EpisodeRow, add_rows, read_rows
+from qhyer.rng import global_numpy, numpy_stream, stream_seed
+from qhyer.train import TrainConfig, train
+
+MAZE = "pointmaze-medium-v0"
+FEW = EvalConfig(episodes=2, tasks=(1, 3), shard=3)  # four episodes in two shards, the second of one
+
+
+class Straight(Agent):
+    """Heads for the goal with a wobble that grows with the episode's age, which it keeps in its memory."""
+
+    Config = AgentConfig
+
+    def __init__(self, config, spec):
+        super().__init__(config, spec)
+        self.gain = torch.nn.Parameter(torch.tensor(0.5))
+        self.calls: list[int] = []
+
+    def stages(self):
+        return ()
+
+    def act(self, observation, goal, memory):
+        self.calls.append(len(observation))
+        age = torch.zeros(len(observation), 1) if memory is None else memory["age"]
+        torch.rand(3), np.random.rand(3)  # a careless policy draws from the global generators
+        wobble = torch.cat([torch.sin(age / 7), torch.cos(age / 5)], 1)
+        action = self.gain * (goal - observation) + 0.5 * wobble + 0.1 * torch.nn.functional.dropout(wobble, 0.0)
+        return action.clamp(-1, 1), {"age": age + 1}
+
+
+@pytest.fixture
+def straight() -> Straight:
+    return Straight(AgentConfig(), DataSpec(2, 2, (0, 1), (0.0, 0.0), (1.0, 1.0)))
+
+
+def summary(results) -> list[tuple]:
+    """All of a result but its wall-clock time."""
+    return [
+        (r.spec, r.success, r.length, r.goal.tobytes(), None if r.observations is None else r.observations.tobytes())
+        for r in results
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[tuple]:
+    agent = Straight(AgentConfig(), DataSpec(2, 2, (0, 1), (0.0, 0.0), (1.0, 1.0)))
+    return summary(evaluate(agent, MAZE, FEW, workers=0))
+
+
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(8, marks=pytest.mark.slow)])
+def test_workers_change_nothing(workers, straight, reference):
+    assert summary(evaluate(straight, MAZE, FEW, workers=workers)) == reference
+
+
+def test_again_changes_nothing_and_another_seed_does(straight, reference):
+    assert summary(evaluate(straight, MAZE, FEW, workers=0)) == reference
+    other = summary(evaluate(straight, MAZE, replace(FEW, seed=1), workers=0))
+    assert {s[3] for s in other}.isdisjoint({s[3] for s in reference})  # other goals
+
+
+def test_the_order_of_results_and_their_trails(reference):
+    specs = [row[0] for row in reference]
+    assert [(s.task, s.episode) for s in specs] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    for _, success, length, _, trail in reference:
+        assert 0 < length <= 1000 and isinstance(success, bool)
+        assert len(np.frombuffer(trail, np.float32).reshape(-1, 2)) == length + 1
+
+
+def test_no_random_state_is_moved(straight):
+    """The policy draws from both global generators, the maze from numpy's; the caller's are as they were."""
+    torch.manual_seed(7)
+    np.random.seed(7)
+    before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    place = np.random.get_state()[2]
+    threads = torch.get_num_threads()
+    straight.train()
+    evaluate(straight, MAZE, replace(FEW, episodes=1, tasks=(3,)), workers=0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert straight.training and torch.get_num_threads() == threads
+    assert (np.random.get_state()[1] == numpy_before).all() and np.random.get_state()[2] == place
+
+
+def test_callers_random_state_does_not_matter(straight, reference):
+    np.random.seed(123)
+    torch.manual_seed(123)
+    assert summary(evaluate(straight, MAZE, FEW, workers=0)) == reference
+
+
+def test_episodes_of_a_shard_run_together_and_leave_when_done(straight, reference):
+    evaluate(straight, MAZE, FEW, workers=0)
+    lengths = [row[2] for row in reference]
+    first, second = lengths[:3], lengths[3:]
+    expected = [sum(length > t for length in first) for t in range(max(first))]
+    expected += [sum(length > t for length in second) for t in range(max(second))]
+    assert straight.calls == expected
+
+
+def test_memory_stays_with_its_episode(straight, reference):
+    """One episode alone gives what it gave within its shard: neighbours that end take nothing along."""
+    for row in reference[:3]:
+        alone = evaluation.ShardRunner(MAZE)
+        observation, goal = alone.reset([row[0]])
+        memory, trail, ended = None, [observation[0]], False
+        while not ended:
+            with torch.no_grad():
+                action, memory = straight.act(torch.from_numpy(observation), torch.from_numpy(goal), memory)
+            observation, over, success = alone.step(action.numpy())
+            trail.append(observation[0])
+            ended = bool(over[0])
+        recorded = np.frombuffer(row[4], np.float32).reshape(-1, 2)
+        np.testing.assert_allclose(np.stack(trail), recorded, atol=1e-4)
+        assert bool(success[0]) == row[1]
+
+
+def test_success_is_the_final_one():
+    """OGBench's protocol: what counts is success when the episode ends, averaged over tasks, not episodes."""
+    result = lambda task, success: evaluation.EpisodeResult(EpisodeSpec(task, 0, 0), success, 1, 0.0, np.zeros(2), None)
+    assert success_rate([result(1, True), result(1, True), result(1, True), result(2, False)]) == 0.5
+
+
+# ---------------------------------------------------------------------------------------------------------- seeds
+
+
+def test_plan():
+    shards = plan(EvalConfig(episodes=10, shard=16), MAZE, 5)
+    assert [len(s) for s in shards] == [16, 16, 16, 2]
+    specs = [spec for shard in shards for spec in shard]
+    assert len({spec.seed for spec in specs}) == 50 and {spec.task for spec in specs} == {1, 2, 3, 4, 5}
+    # An episode's seed depends on its task and number, not on how many others there are.
+    fewer = [spec for shard in plan(EvalConfig(episodes=3, tasks=(4, 2), shard=2), MAZE, 5) for spec in shard]
+    assert set(fewer) <= set(specs)
+    other = [spec for shard in plan(EvalConfig(episodes=3, tasks=(4, 2)), "pointmaze-large-v0", 5) for spec in shard]
+    assert {s.seed for s in other}.isdisjoint({s.seed for s in fewer})
+
+
+@pytest.mark.parametrize("environment", [MAZE, "cube-single-v0", "scene-v0", "puzzle-3x3-v0"])
+def test_reset_depends_on_the_seed_alone(environment):
+    """The trap: reset(seed=...) is not enough, mazes draw from numpy's global generator, arms from their space."""
+    first, second = envs.make(environment), envs.make(environment)
+    np.random.seed(0)
+    a, goal_a = envs.seeded_reset(first, 5, 2)
+    np.random.seed(99)
+    envs.seeded_reset(second, 6, 1)  # another history
+    np.random.rand(17)
+    b, goal_b = envs.seeded_reset(second, 5, 2)
+    assert np.array_equal(a, b) and np.array_equal(goal_a, goal_b) and a.dtype == np.float32
+    c, goal_c = envs.seeded_reset(second, 6, 2)
+    assert not (np.array_equal(a, c) and np.array_equal(goal_a, goal_c))
+    first.close()
+    second.close()
+
+
+def test_the_trap_is_still_there():
+    """If OGBench's own reset becomes reproducible, `seeded_reset` can be simpler: this test says when."""
+    env = envs.make(MAZE)
+    starts = []
+    for state in (0, 1):
+        np.random.seed(state)
+        starts.append(env.reset(seed=5, options={"task_id": 1})[0])
+    assert not np.array_equal(*starts)
+    env.close()
+
+
+@pytest.mark.parametrize("environment", [MAZE, "cube-single-v0"])
+def test_episodes_repeat_whatever_the_environment_did_before(environment):
+    """Environments are used again for later shards: their past must not show, not even in the solver's warm start."""
+    size = 2 if environment == MAZE else 5
+    actions = np.random.default_rng(0).uniform(-1, 1, (40, 1, size)).astype(np.float32)
+    runner = ShardRunner(environment)
+    trails = []
+    for seed in (11, 12, 11):
+        observation, goal = runner.reset([EpisodeSpec(1, 0, seed)])
+        trails.append(np.stack([observation[0], goal[0], *(runner.step(action)[0][0] for action in actions)]))
+    assert np.array_equal(trails[0], trails[2]) and not np.array_equal(trails[0], trails[1])
+
+
+def test_named_streams():
+    assert stream_seed(0, "data") == stream_seed(0, "data") < 2**63
+    assert len({stream_seed(seed, name) for seed in range(50) for name in ("data", "init", "eval")}) == 150
+    assert stream_seed(1, 2, 3) != stream_seed(12, 3) and stream_seed(0, "a", 1) != stream_seed(0, "a/1", 1)
+    assert numpy_stream(3, "x").random() == numpy_stream(3, "x").random() != numpy_stream(3, "y").random()
+    np.random.seed(1)
+    before = np.random.get_state()[1].copy()
+    with pytest.raises(KeyError), global_numpy(4):
+        first = np.random.rand()
+        raise KeyError
+    assert (np.random.get_state()[1] == before).all()
+    with global_numpy(4):
+        assert np.random.rand() == first
+
+
+def test_unknown_environment():
+    with pytest.raises(UserError, match="no environment is called 'pointmaze-tiny-v0'"):
+        envs.make("pointmaze-tiny-v0")
+
+
+# ----------------------------------------------------------------------------------------------------------- rows
+
+
+def test_rows_of_a_run(tiny_config, tmp_path):
+    rng = np.random.default_rng(0)
+    episodes = Episodes.from_arrays(
+        rng.normal(size=(100, 2)), rng.uniform(-1, 1, (100, 2)), [49, 99], name="maze-like", goal=[0, 1]
+    )
+    run = train("gcbc", "x", tiny_config("gcbc"), TrainConfig(device="cpu"), run=tmp_path / "r", episodes=episodes,
+                quiet=True, preset="tiny")  # fmt: skip
+    agent, step = runs.load_agent(run)
+    config = EvalConfig(episodes=2, tasks=(1, 3), record=1)
+    results = evaluate(agent, MAZE, config, workers=0)
+    runs.save_evaluation(run, step, results, MAZE)
+    rows = read_rows(run / "episodes.csv")
+    assert [(r.task, r.episode) for r in rows] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    assert {(r.run, r.agent, r.preset, r.dataset, r.seed, r.step) for r in rows} == {
+        ("r", "gcbc", "tiny", "maze-like", 0, 10)
+    }
+    assert [(r.env_seed, r.success, r.length) for r in rows] == [
+        (x.spec.seed, int(x.success), x.length) for x in results
+    ]
+    with np.load(run / "rollouts" / "00000010.npz") as rollouts:  # the first episode of each task
+        assert rollouts["task"].tolist() == [1, 3] and rollouts["observations"].shape[0] == 2
+        assert "maze_map" in rollouts.files
+        for i, length in enumerate(rollouts["length"]):
+            assert np.isfinite(rollouts["observations"][i, : length + 1]).all()
+            assert np.isnan(rollouts["observations"][i, length + 1 :]).all()
+    runs.save_evaluation(run, step, results, MAZE)  # the same step again replaces, and does not count twice
+    assert len(read_rows(run / "episodes.csv")) == 4
+
+
+def test_rows_round_trip_and_sort(tmp_path: Path):
+    path = tmp_path / "episodes.csv"
+    row = EpisodeRow("r", "qhyer", "paper", "d", 0, 100, 2, 1, 77, 1, 123, 0.25)
+    add_rows(path, [row, replace(row, task=1)])
+    add_rows(path, [replace(row, step=50)])
+    add_rows(path, [replace(row, success=0)])  # step 100 evaluated again
+    assert read_rows(path) == [replace(row, step=50), replace(row, success=0)]
+    with open(path, newline="") as file:
+        assert next(csv.reader(file))[:4] == ["run", "agent", "preset", "dataset"]
+    assert read_rows(tmp_path / "none.csv") == []
