@@ -54,7 +54,7 @@ class Stage:
     """batch -> (scalar to minimise, detached metrics named group/name)"""
     optimizers: Sequence[torch.optim.Optimizer]
     grad_clip: float | None = None
-    """global norm, over the stage's parameters"""
+    """norm of the gradient over each optimiser's parameters"""
     schedule: Callable[[int], float] | None = None
     """update number (from 0) -> factor on the learning rates; a pure function, so it needs no state"""
     after_step: Callable[[], None] | None = None

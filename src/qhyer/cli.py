@@ -40,8 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_dispatch(args) or 0)
     except UserError as error:
         from rich.console import Console
+        from rich.markup import escape
 
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, markup=True, soft_wrap=True)
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -164,7 +165,7 @@ def _train(args: list[str]) -> int | None:
         if path.suffix != ".npz":
             raise UserError("--goal is for your own npz; a registered dataset has its goal coordinates")
         goal = [int(g) if g.lstrip("-").isdigit() else g for g in options.goal]
-        episodes = Episodes.load(path, goal=goal)  # type: ignore[arg-type]
+        episodes = Episodes.load(path, goal=goal)
     run = train(
         known.agent,
         str(path) if path.suffix == ".npz" else name,
@@ -183,29 +184,41 @@ def _train(args: list[str]) -> int | None:
 # ------------------------------------------------------------------------------------------------------- eval
 
 
+@dataclass(frozen=True)
+class _EvalOptions:
+    """Options of `qhyer eval` that are not the protocol's."""
+
+    step: int | None = None
+    """evaluate this checkpoint instead of the last"""
+    env: str | None = None
+    """environment, where the run does not name one"""
+    device: str = "cpu"
+    workers: int | None = None
+    """processes that step environments; one per core when not given"""
+
+
 def _eval(args: list[str]) -> int | None:
     from qhyer.evaluate import EvalConfig
-
-    @dataclass(frozen=True)
-    class Options:
-        """Evaluate trained runs on every task of their environment; rows go to RUN/episodes.csv."""
-
-        runs: tyro.conf.Positional[tuple[Path, ...]]
-        """folders of runs"""
-        eval: Annotated[EvalConfig, tyro.conf.arg(name="")] = field(default=EvalConfig())
-        step: int | None = None
-        """evaluate this checkpoint instead of the last"""
-        env: str | None = None
-        """environment, where the run does not name one"""
-        device: str = "cpu"
-        workers: int | None = None
-        """processes that step environments; one per core when not given"""
-
-    options = tyro.cli(Options, args=args, prog="qhyer eval")
-    if not options.runs:
-        raise UserError("give at least one run's folder: qhyer eval RUN...")
     from qhyer.runs import evaluate_run
 
+    options_type = dataclasses.make_dataclass(
+        "Options",
+        [
+            ("runs", tyro.conf.Positional[tuple[Path, ...]]),
+            ("eval", Annotated[EvalConfig, tyro.conf.arg(name="")], field(default=EvalConfig())),
+        ],
+        bases=(_EvalOptions,),
+        frozen=True,
+        kw_only=True,
+    )
+    options: Any = tyro.cli(
+        options_type,
+        args=args,
+        prog="qhyer eval",
+        description="Evaluate trained runs on every task of their environment; rows go to RUN/episodes.csv.",
+    )
+    if not options.runs:
+        raise UserError("give at least one run's folder: qhyer eval RUN...")
     for run in options.runs:
         rate = evaluate_run(
             run,

@@ -78,7 +78,7 @@ class Update:
     def __init__(self, agent: Agent, stage: Stage, sampler: Sampler, precision: str, device: torch.device) -> None:
         self.agent, self.stage, self.sampler, self.device = agent, stage, sampler, device
         self.autocast = precision == "bf16"
-        self.parameters = [p for o in stage.optimizers for group in o.param_groups for p in group["params"]]
+        self.parameters = [[p for group in o.param_groups for p in group["params"]] for o in stage.optimizers]
         # Kept with the groups, and so in checkpoints: after a resume, or in a later stage, "lr" holds what the
         # schedule made of it.
         self.base_rates = [
@@ -111,7 +111,8 @@ class Update:
         loss.backward()
         metrics = {"loss": loss.detach(), **metrics}
         if self.stage.grad_clip is not None:
-            metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(self.parameters, self.stage.grad_clip)
+            norms = [torch.nn.utils.clip_grad_norm_(p, self.stage.grad_clip) for p in self.parameters]
+            metrics["grad_norm"] = torch.stack(norms).norm()
         for optimizer in self.stage.optimizers:
             optimizer.step()
         if self.stage.after_step is not None:

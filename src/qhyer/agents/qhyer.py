@@ -11,6 +11,7 @@ leaves open: docs/deviations.md lists each with its reason.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,6 +75,9 @@ class QHyerConfig(AgentConfig):
     """ablation: goal beside the state, as a token of its own, or left out"""
     regression: Literal["expectile", "quantile", "mse"] = "expectile"
     """ablation: how Q-hat is fitted"""
+    flow_defence: float = 0.0
+    """beyond the paper: weight of a standard normal mixed into the flow's density. A bare flow's tails fall off so
+    fast that a rare but reachable goal gets log p = -40; the mixture, still normalised, keeps Q in range"""
     stitch_rate: float = 0.0
     """beyond the paper: chance per step that a goal's path goes on in another episode passing nearby"""
     stitch_cell: float = 0.1
@@ -120,7 +124,13 @@ class QHyer(Agent):
         self.register_buffer("q_shift", torch.zeros(()))
         self.register_buffer("q_scale", torch.ones(()))
         self.register_buffer("q_seen", torch.zeros(()))
-        self.optimizer = adamw(self.parameters(), config.learning_rate, config.weight_decay)
+        # Unspecified in the paper: gradients are clipped for critic and actor apart. No gradient passes between
+        # them, so one's outliers should not shrink the other's steps.
+        critic = list(self.critic.parameters()) if self.critic is not None else []
+        actor = [p for name, p in self.named_parameters() if not name.startswith("critic.")]
+        self.optimizers = tuple(
+            adamw(parameters, config.learning_rate, config.weight_decay) for parameters in (actor, critic) if parameters
+        )
 
     q_shift: Tensor
     q_scale: Tensor
@@ -134,7 +144,12 @@ class QHyer(Agent):
         context = self.critic["encoder"](self.normalize(observations), actions)
         # The flow itself stays in full precision: log-densities are differences of large numbers.
         with torch.autocast(observations.device.type, enabled=False):
-            return self.critic["flow"].log_prob(goals.float(), context.float())  # type: ignore[operator]
+            log_p = self.critic["flow"].log_prob(goals.float(), context.float())  # type: ignore[operator]
+            if self.config.flow_defence == 0.0:
+                return log_p
+            weight = self.config.flow_defence
+            broad = -losses.gaussian_nll(torch.zeros_like(goals), goals.float())
+            return torch.logaddexp(log_p + math.log1p(-weight), broad + math.log(weight))
 
     def goal_coordinates(self, goals: Tensor) -> Tensor:
         """Raw goal observations (..., d_s) -> the standardised coordinates that make the goal (..., d_g)."""
@@ -237,7 +252,7 @@ class QHyer(Agent):
                 config.batch_size,
                 sampler,
                 self.loss,
-                (self.optimizer,),
+                self.optimizers,
                 grad_clip=config.grad_clip,
                 schedule=self._schedule if config.warmup or config.cosine else None,
             ),

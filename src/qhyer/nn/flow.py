@@ -15,6 +15,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class InvertibleLinear(nn.Module):
@@ -48,27 +49,38 @@ class InvertibleLinear(nn.Module):
         return z @ self.permutation.t()
 
 
-class CouplingMLP(nn.Module):
-    """Dense, LeakyReLU, LayerNorm, twice; then a zero-initialised Dense: the coupling starts as the identity."""
+class PairedMLP(nn.Module):
+    """The scale and the shift network of a coupling: two MLPs of one shape, computed as one batched product.
 
-    def __init__(self, inputs: int, channels: int, outputs: int) -> None:
+    Each is Dense, LeakyReLU, LayerNorm, twice; then a zero-initialised Dense: the coupling starts as the identity.
+    """
+
+    def __init__(self, inputs: int, context_dim: int, channels: int, outputs: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(inputs, channels),
-            nn.LeakyReLU(0.01),
-            nn.LayerNorm(channels),
-            nn.Linear(channels, channels),
-            nn.LeakyReLU(0.01),
-            nn.LayerNorm(channels),
-            nn.Linear(channels, outputs),
-        )
-        head = self.net[-1]
-        assert isinstance(head, nn.Linear)
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
+        bound = (inputs + context_dim) ** -0.5
+        self.context = nn.Linear(context_dim, 2 * channels)  # the first Dense, its context columns, for both
+        nn.init.uniform_(self.context.weight, -bound, bound)
+        nn.init.uniform_(self.context.bias, -bound, bound)
+        self.first = nn.Parameter(torch.empty(2, inputs, channels).uniform_(-bound, bound))
+        bound = channels**-0.5
+        self.second = nn.Parameter(torch.empty(2, channels, channels).uniform_(-bound, bound))
+        self.second_bias = nn.Parameter(torch.empty(2, 1, channels).uniform_(-bound, bound))
+        self.norm_scale = nn.Parameter(torch.ones(2, 2, 1, channels))
+        self.norm_bias = nn.Parameter(torch.zeros(2, 2, 1, channels))
+        self.head = nn.Parameter(torch.zeros(2, channels, outputs))
+        self.head_bias = nn.Parameter(torch.zeros(2, 1, outputs))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
+    def _norm(self, h: Tensor, i: int) -> Tensor:
+        h = F.leaky_relu(h, 0.01)
+        return torch.addcmul(self.norm_bias[i], F.layer_norm(h, h.shape[-1:]), self.norm_scale[i])
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        """x (M, inputs), context (M, c) -> both outputs (2, M, outputs)."""
+        h = self.context(context).unflatten(-1, (2, -1)).transpose(0, 1)  # (2, M, channels)
+        if x.shape[-1]:
+            h = torch.baddbmm(h, x.expand(2, -1, -1), self.first)
+        h = torch.baddbmm(self.second_bias, self._norm(h, 0), self.second)
+        return torch.baddbmm(self.head_bias, self._norm(h, 1), self.head)
 
 
 class AffineCoupling(nn.Module):
@@ -78,13 +90,12 @@ class AffineCoupling(nn.Module):
     def __init__(self, dim: int, context_dim: int, channels: int) -> None:
         super().__init__()
         self.kept = math.ceil(dim / 2) if dim > 1 else 0
-        moved = dim - self.kept
-        self.scale = CouplingMLP(self.kept + context_dim, channels, moved)
-        self.shift = CouplingMLP(self.kept + context_dim, channels, moved)
+        self.networks = PairedMLP(self.kept, context_dim, channels, dim - self.kept)
 
     def _scale_shift(self, kept: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        inputs = torch.cat([kept, context], dim=-1)
-        return self.scale(inputs), self.shift(inputs)
+        both = self.networks(kept.reshape(-1, self.kept), context.reshape(-1, context.shape[-1]))
+        s, t = both.view(2, *context.shape[:-1], -1)
+        return s, t
 
     def forward(self, z: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         kept, moved = z[..., : self.kept], z[..., self.kept :]

@@ -9,7 +9,7 @@ Letters: d model width · E inner width (expand * d) · N state size · R rank o
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +25,38 @@ class MambaState(NamedTuple):
     ssm: Tensor  # (B, E, N)
 
 
+class _CausalConv(torch.autograd.Function):
+    """A sum of shifted products, in place. Autograd's own slices would fill and add a padded copy per tap."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        width = weight.shape[1]
+        length = x.shape[1] - width + 1
+        out = torch.addcmul(bias, x[:, :length], weight[:, 0])
+        for j in range(1, width):
+            out.addcmul_(x[:, j : j + length], weight[:, j])
+        ctx.save_for_backward(x, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (dout,) = grads
+        x, weight = ctx.saved_tensors
+        length = dout.shape[1]
+        dx, dweight = torch.zeros_like(x), torch.empty_like(weight)
+        for j in range(weight.shape[1]):
+            dx[:, j : j + length].addcmul_(dout, weight[:, j])
+            dweight[:, j] = (dout * x[:, j : j + length]).sum((0, 1))
+        return dx, dweight, dout.sum((0, 1))
+
+
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Depth-wise convolution over already left-padded inputs (B, width - 1 + L, E) -> (B, L, E).
 
-    A sum of shifted products: no transposition to channel-first, and fast on a CPU at these widths.
+    Channel-last as everything else here, and fast on a CPU at these widths. Half precision comes back as float32.
     """
-    width = weight.shape[1]
-    length = x.shape[1] - width + 1
-    out = bias + x[:, :length] * weight[:, 0]
-    for j in range(1, width):
-        out = out + x[:, j : j + length] * weight[:, j]
-    return out
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return _CausalConv.apply(x.to(dtype), weight, bias)
 
 
 class Mamba(nn.Module):

@@ -95,13 +95,30 @@ class _Scan(torch.autograd.Function):
         return dx * delta, ddelta, dA, dB, dC, dprevious
 
 
+def _scan_without_gradient(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Keeps one state (N, B, E) instead of all of them: when acting, memory traffic is the cost."""
+    A = A.t()[:, None]  # (N, 1, E)
+    h = u.new_zeros(A.shape[0], u.shape[0], u.shape[2]) if state is None else state.permute(2, 0, 1).contiguous()
+    y = torch.empty_like(u)
+    x = delta * u
+    for t in range(u.shape[1]):
+        h.mul_(torch.exp_(delta[:, t] * A)).addcmul_(x[:, t], B[:, t].t()[..., None])
+        torch.sum(h * C[:, t].t()[..., None], 0, out=y[:, t])
+    return y, h.permute(1, 2, 0).contiguous()
+
+
 def selective_scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same as `selective_scan_ref`, faster."""
     dtype = u.dtype
     u, delta, A, B, C, D = _full(u, delta, A, B, C, D)
-    y, last = _Scan.apply(u, delta, A, B, C, state)
+    if torch.is_grad_enabled():
+        y, last = _Scan.apply(u, delta, A, B, C, state)
+    else:
+        y, last = _scan_without_gradient(u, delta, A, B, C, state)
     return (y + D * u).to(dtype), last
 
 

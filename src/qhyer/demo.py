@@ -1,0 +1,91 @@
+"""The demo: from nothing to a trained policy, a baseline beside it and a report, in minutes on two cores.
+
+Everything it does are ordinary commands of this project; what is finished is not done again.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from qhyer.errors import UserError
+
+DATASET = "pointmaze-medium-navigate-v0"
+EPISODES = 300
+
+
+def demo(
+    *,
+    out: Path = Path("demo"),
+    dataset: str = DATASET,
+    episodes: int = EPISODES,
+    seed: int = 0,
+    workers: int | None = None,
+) -> int:
+    """Generate a small maze dataset, train QHyer and GCBC on it, evaluate both, and write a report.
+
+    Args:
+        out: folder for data, runs and the report
+        dataset: pointmaze-medium-navigate or pointmaze-medium-stitch (or another point maze, untuned)
+        episodes: training episodes to generate
+        seed: seed of the data and of both trainings
+        workers: processes for data and evaluation; one per core when not given
+    """
+    from qhyer import runs
+    from qhyer.analyses import goal_density
+    from qhyer.checkpoint import steps
+    from qhyer.data import registry
+    from qhyer.data.generate.runner import generate
+    from qhyer.presets import resolve
+    from qhyer.records import read_rows
+    from qhyer.report.commands import report
+
+    begun = time.perf_counter()
+    console = Console(highlight=False)
+    registered = registry.get(dataset)
+    if not registered.is_maze:
+        raise UserError(f"the demo is made for point mazes, not for {registered.name}")
+    folder = Path(out) / registered.name.removesuffix("-v0")
+
+    console.print(f"[bold]1. data[/bold]  {registered.name}, {episodes} episodes")
+    data = generate(registered, out=folder / "data", episodes=episodes, seed=seed, workers=workers)
+
+    console.print("[bold]2. training[/bold]  QHyer here, GCBC beside it on another core")
+    agents = ("qhyer", "gcbc")
+    run_of = {agent: folder / "runs" / f"{agent}-s{seed}" for agent in agents}
+
+    def command(agent: str) -> list[str]:
+        base = [sys.executable, "-m", "qhyer", "train", agent, str(data), "--preset", "demo"]
+        return [*base, "--seed", str(seed), "--out", str(run_of[agent]), "--device", "cpu", "--resume"]
+
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    with open(folder / "runs" / "gcbc.log", "w", encoding="utf-8") as log:
+        beside = subprocess.Popen(command("gcbc"), stdout=log, stderr=subprocess.STDOUT)
+        try:
+            failed = subprocess.run(command("qhyer"), check=False).returncode
+            failed = beside.wait() or failed
+        finally:
+            if beside.poll() is None:
+                beside.terminate()
+    for agent in agents:
+        wanted = resolve(agent, "demo", registered.name)[0].steps
+        if failed or not steps(run_of[agent] / "checkpoints") or steps(run_of[agent] / "checkpoints")[-1] < wanted:
+            raise UserError(f"training {agent} stopped early; run the demo again to go on (log: {folder}/runs)")
+
+    console.print("[bold]3. evaluation[/bold]  5 tasks, 50 episodes each")
+    for agent in agents:
+        last = steps(run_of[agent] / "checkpoints")[-1]
+        if any(row.step == last for row in read_rows(run_of[agent] / "episodes.csv")):
+            console.print(f"{agent}: evaluated already")
+        else:
+            runs.evaluate_run(run_of[agent], workers=workers)
+    goal_density.run(run_of["qhyer"])
+
+    console.print("[bold]4. report[/bold]")
+    report(tuple(run_of.values()), out=folder / "report")
+    console.print(f"{time.perf_counter() - begun:.0f} seconds in all")
+    return 0
