@@ -10,7 +10,8 @@ import torch
 import zuko
 from torch.distributions import AffineTransform, Independent, MultivariateNormal, Normal, Transform, constraints
 
-from qhyer.nn.flow import ConditionalRealNVP, InvertibleLinear, SAEncoder
+from qhyer.nn.flow import ConditionalRealNVP, InvertibleLinear, PairedMLP, SAEncoder
+from qhyer.nn.optim import adamw
 
 CONTEXT = 3
 
@@ -128,6 +129,20 @@ class Matrix(Transform):
         return y, self.log_abs_det_jacobian(x, y)
 
 
+def one_network(networks: PairedMLP, which: int, inputs: torch.Tensor) -> torch.Tensor:
+    """The scale (0) or the shift (1) network alone, a plain MLP: Dense, LeakyReLU, LayerNorm, twice, Dense."""
+    p = dict(networks.named_parameters())
+    channels = p["second"].shape[-1]
+    mine = slice(which * channels, (which + 1) * channels)
+    first = torch.cat([p["first"][which].T, p["context.weight"][mine]], dim=1)  # columns of (kept, context)
+    h = torch.nn.functional.linear(inputs, first, p["context.bias"][mine])
+    for i, (weight, bias) in enumerate([(p["second"], p["second_bias"]), (p["head"], p["head_bias"])]):
+        scale, shift = p["norm_scale"][i, which, 0], p["norm_bias"][i, which, 0]
+        h = torch.nn.functional.layer_norm(torch.nn.functional.leaky_relu(h, 0.01), (channels,), scale, shift)
+        h = torch.nn.functional.linear(h, weight[which].T, bias[which, 0])
+    return h
+
+
 @pytest.mark.parametrize("dim", [1, 2, 3, 5])
 def test_zuko_as_an_oracle(dim):
     """zuko's couplings and normalising-flow distribution, assembled from the same weights, give the same numbers."""
@@ -138,7 +153,7 @@ def test_zuko_as_an_oracle(dim):
         parts.append(Matrix(W.detach()))
 
         def meta(kept, coupling=coupling):
-            s, t = coupling.scale(torch.cat([kept, y], -1)), coupling.shift(torch.cat([kept, y], -1))
+            s, t = (one_network(coupling.networks, which, torch.cat([kept, y], -1)) for which in (0, 1))
             affine = AffineTransform(-t * torch.exp(-s), torch.exp(-s))  # (x - t) e^-s
             return zuko.transforms.DependentTransform(affine, 1)
 
@@ -147,6 +162,26 @@ def test_zuko_as_an_oracle(dim):
     base = Independent(Normal(torch.zeros(dim).double(), torch.ones(dim).double()), 1)
     oracle = zuko.distributions.NormalizingFlow(zuko.transforms.ComposedTransform(*parts), base)
     torch.testing.assert_close(flow.log_prob(x, y), oracle.log_prob(x))
+
+
+def test_any_leading_dimensions():
+    """(B, K) windows, one goal per step, a single point: the same numbers as a flat batch."""
+    for dim in (1, 3):
+        flow, x, y = make(dim), draw(6, dim), draw(6, CONTEXT, seed=2)
+        flat = flow.log_prob(x, y)
+        torch.testing.assert_close(flow.log_prob(x.view(2, 3, dim), y.view(2, 3, CONTEXT)), flat.view(2, 3))
+        torch.testing.assert_close(flow.log_prob(x[0], y[0]), flat[0])
+        torch.testing.assert_close(
+            flow.inverse(x.view(2, 3, dim), y.view(2, 3, CONTEXT)).view(6, dim), flow.inverse(x, y)
+        )
+
+
+def test_biases_and_norms_are_not_decayed():
+    """Their shapes have two dimensions and more, so a rule by dimension alone would decay them."""
+    flow = ConditionalRealNVP(3, CONTEXT, blocks=1, channels=8)
+    decayed = {id(p) for g in adamw(flow.parameters(), 0.1, 0.5).param_groups if g["weight_decay"] for p in g["params"]}
+    names = {name.split(".")[-1] for name, p in flow.couplings.named_parameters() if id(p) in decayed}
+    assert names == {"weight", "first", "second", "head"}
 
 
 def test_gradients_reach_every_parameter():

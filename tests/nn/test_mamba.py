@@ -47,10 +47,19 @@ def test_window_then_window_then_steps(mamba, cut):
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_convolution_is_torch_s(width):
-    x, weight, bias = torch.randn(2, 9, 5), torch.randn(5, width), torch.randn(5)
-    padded = F.pad(x, (0, 0, width - 1, 0))
-    reference = F.conv1d(padded.transpose(1, 2), weight[:, None], bias, groups=5).transpose(1, 2)
-    torch.testing.assert_close(causal_conv(padded, weight, bias), reference)
+    """Value and gradient."""
+    x = torch.randn(2, 8 + width, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, width, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    ours = causal_conv(x, weight, bias)
+    reference = F.conv1d(x.transpose(1, 2), weight[:, None], bias, groups=5).transpose(1, 2)
+    torch.testing.assert_close(ours, reference)
+    weights = torch.randn_like(ours)
+    found = torch.autograd.grad((ours * weights).sum(), (x, weight, bias))
+    expected = torch.autograd.grad((reference * weights).sum(), (x, weight, bias))
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b)
+    assert causal_conv(x.bfloat16(), weight.float(), bias.float()).dtype == torch.float32
 
 
 def test_whole_mixer_against_its_definition(mamba):

@@ -54,6 +54,21 @@ def test_other_widths_and_gradcheck(batch, width, size):
         assert torch.autograd.gradcheck(selective_scan, values)
 
 
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("batch, width, size", [(2, 3, 4), (1, 1, 1), (3, 5, 1), (1, 7, 16)])
+@pytest.mark.parametrize("length", [1, 2, 60])
+def test_without_gradients_it_is_the_same_and_changes_no_input(length, batch, width, size, carried):
+    """When acting the scan takes another path: one state, changed in place, but never the caller's."""
+    values = [v.detach() for v in inputs(length, batch, width, size)]
+    used = values if carried else values[:-1]
+    before = [v.clone() for v in used]
+    with torch.no_grad():
+        found, expected = selective_scan(*used), selective_scan_ref(*used)
+    for ours, reference in zip(found, expected):
+        torch.testing.assert_close(ours, reference, rtol=1e-11, atol=1e-11)
+    assert all(torch.equal(a, b) for a, b in zip(used, before))
+
+
 def test_reference_is_the_expanded_sum():
     """Eq. (12): y_t = sum_i C_t (prod_{j=i+1..t} A_bar_j) B_bar_i x_i, here plus Mamba's skip D x_t."""
     u, delta, A, B, C, D, _ = inputs(6, batch=1, width=2, size=3)
@@ -85,7 +100,7 @@ def test_window_in_two_parts_and_step_by_step():
 def test_half_precision_in_and_out_full_precision_inside(dtype):
     """The outputs have the inputs' type, the state is float32, and the sum is not rounded on the way."""
     u, delta, A, B, C, D, _ = (v.detach().to(dtype) for v in inputs(120))
-    for scan in (selective_scan, selective_scan_ref):
+    for scan in (selective_scan, torch.no_grad()(selective_scan), selective_scan_ref):
         y, last = scan(u, delta, A, B, C, D)
         assert y.dtype == dtype and last.dtype == torch.float32
         exact, exact_last = selective_scan_ref(*(v.double() for v in (u, delta, A, B, C, D)))

@@ -69,6 +69,8 @@ class PairedMLP(nn.Module):
         self.norm_bias = nn.Parameter(torch.zeros(2, 2, 1, channels))
         self.head = nn.Parameter(torch.zeros(2, channels, outputs))
         self.head_bias = nn.Parameter(torch.zeros(2, 1, outputs))
+        for parameter in (self.second_bias, self.norm_scale, self.norm_bias, self.head_bias):
+            parameter.no_decay = True  # type: ignore[attr-defined]  # biases and scales, whatever their shape
 
     def _norm(self, h: Tensor, i: int) -> Tensor:
         h = F.leaky_relu(h, 0.01)
@@ -93,7 +95,8 @@ class AffineCoupling(nn.Module):
         self.networks = PairedMLP(self.kept, context_dim, channels, dim - self.kept)
 
     def _scale_shift(self, kept: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        both = self.networks(kept.reshape(-1, self.kept), context.reshape(-1, context.shape[-1]))
+        count = context.shape[:-1].numel()  # not -1: in one dimension `kept` has no elements to divide by
+        both = self.networks(kept.reshape(count, self.kept), context.reshape(count, -1))
         s, t = both.view(2, *context.shape[:-1], -1)
         return s, t
 

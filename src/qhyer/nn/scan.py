@@ -100,7 +100,9 @@ def _scan_without_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Keeps one state (N, B, E) instead of all of them: when acting, memory traffic is the cost."""
     A = A.t()[:, None]  # (N, 1, E)
-    h = u.new_zeros(A.shape[0], u.shape[0], u.shape[2]) if state is None else state.permute(2, 0, 1).contiguous()
+    h = u.new_zeros(A.shape[0], u.shape[0], u.shape[2])
+    if state is not None:
+        h.copy_(state.permute(2, 0, 1))  # always a copy: h is changed in place, the caller's state must not be
     y = torch.empty_like(u)
     x = delta * u
     for t in range(u.shape[1]):
