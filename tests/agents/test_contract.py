@@ -24,6 +24,7 @@ SWITCHES = {
         dict(context=1),
         dict(warmup=2, cosine=True),
         dict(dropout=0.0),
+        dict(flow_defence=0.1),
     ],
     "gcbc": [dict(discount=0.9)],
 }
@@ -407,6 +408,49 @@ def test_critic_likelihood_is_eq_5(tiny_agent, point_world, shake):
     goals = goals + 0.5 * torch.randn_like(goals)
     z = agent.critic["encoder"](agent.normalize(batch["flow_observations"]), batch["flow_actions"])
     torch.testing.assert_close(loss, -agent.critic["flow"].log_prob(goals, z).mean())
+
+
+def test_defended_density_is_a_mixture(tiny_agent, point_world, shake):
+    """(1 - w) p_flow + w N(0, I): normalised on a grid, bounded below where the flow alone falls off."""
+    plain, defended = (tiny_agent("qhyer", flow_defence=w) for w in (0.0, 0.2))
+    for agent in (plain, defended):
+        shake(agent, 0.2)
+    s, a = point_world.observations[[3]], point_world.actions[[3]]
+    axis = torch.linspace(-8, 8, 201)
+    grid = torch.cartesian_prod(axis, axis)
+    with torch.no_grad():
+        flow, mixed = (
+            agent.log_density(s.expand(len(grid), -1), a.expand(len(grid), -1), grid) for agent in (plain, defended)
+        )
+    normal = torch.distributions.Normal(0.0, 1.0).log_prob(grid).sum(-1)
+    torch.testing.assert_close(mixed.exp(), 0.8 * flow.exp() + 0.2 * normal.exp(), rtol=1e-4, atol=1e-6)
+    assert float(mixed.exp().sum() * (axis[1] - axis[0]) ** 2) == pytest.approx(1.0, abs=0.02)
+    assert (mixed >= normal + torch.log(torch.tensor(0.2)) - 1e-4).all() and flow.min() < mixed.min() - 1
+
+
+def test_critic_and_actor_are_clipped_apart(tiny_agent):
+    """Each by its own norm: two optimisers, and no parameter of the critic in the actor's."""
+    agent = tiny_agent("qhyer")
+    actor, critic = ([p for g in o.param_groups for p in g["params"]] for o in agent.stages()[0].optimizers)
+    assert {id(p) for p in critic} == {id(p) for p in agent.critic.parameters()}
+    assert {id(p) for p in actor} == {id(p) for n, p in agent.named_parameters() if not n.startswith("critic.")}
+    assert len(tiny_agent("qhyer", conditioning="none").stages()[0].optimizers) == 1
+
+
+@every_agent
+def test_weight_decay_spares_biases_and_norms(name, tiny_agent):
+    agent = tiny_agent(name, **({"weight_decay": 0.1} if hasattr(agents.load(name).Config, "weight_decay") else {}))
+    spared = re.compile(r"(bias|norm|A_log|position|kind|\bD$)")
+    decayed = {
+        id(p)
+        for stage in agent.stages()
+        for optimizer in stage.optimizers
+        for group in optimizer.param_groups
+        if group.get("weight_decay", 0.0)
+        for p in group["params"]
+    }
+    names = [n for n, p in agent.named_parameters() if id(p) in decayed]
+    assert not [n for n in names if spared.search(n) and not n.startswith("tokens.")], names
 
 
 def test_schedule_warms_up_and_falls(tiny_agent):
