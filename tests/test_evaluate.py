@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import multiprocessing
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,6 +131,22 @@ def test_memory_stays_with_its_episode(straight, reference):
         recorded = np.frombuffer(row[4], np.float32).reshape(-1, 2)
         np.testing.assert_allclose(np.stack(trail), recorded, atol=1e-4)
         assert bool(success[0]) == row[1]
+
+
+def test_a_worker_outlives_the_signals_that_end_a_job_and_not_its_parent():
+    """SIGTERM and SIGINT reach a whole job: the parent, which saves, must not find its workers dead."""
+    with evaluation._workers(MAZE, 1) as (connection,):
+        (process,) = multiprocessing.active_children()
+        connection.send(("reset", [EpisodeSpec(1, 0, 5)]))
+        assert connection.poll(60)
+        first, _ = connection.recv()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(process.pid, number)
+        connection.send(("reset", [EpisodeSpec(1, 0, 5)]))
+        assert connection.poll(60)
+        assert np.array_equal(connection.recv()[0], first)
+    process.join(timeout=10)
+    assert process.exitcode == 0  # it was told to stop, or saw the pipe close
 
 
 def test_success_is_the_final_one():

@@ -365,7 +365,12 @@ def test_a_finished_run_is_left_alone(tiny_config, point_world, tmp_path, capsys
 
 @pytest.mark.parametrize(
     "change, word",
-    [(dict(config=dict(learning_rate=0.5)), "config"), (dict(train=dict(seed=3)), "seed"), (dict(data=True), "data")],
+    [
+        (dict(config=dict(learning_rate=0.5)), "config"),
+        (dict(train=dict(seed=3)), "seed"),
+        (dict(train=dict(precision="bf16")), "precision"),
+        (dict(data=True), "data"),
+    ],
 )
 def test_resume_refuses_another_run(tiny_config, point_world, tmp_path, change, word):
     config = tiny_config("gcbc")

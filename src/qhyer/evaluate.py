@@ -97,8 +97,10 @@ class ShardRunner:
 
 def _worker(connection: Connection, environment: str) -> None:
     """A process that resets and steps shards on request, until told to stop."""
+    # Batch systems signal every process of a job. The parent decides what to do about it; a worker ends when the
+    # parent says so or is gone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
     runner = ShardRunner(environment)
     with contextlib.suppress(EOFError, BrokenPipeError):

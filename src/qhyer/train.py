@@ -312,6 +312,8 @@ def _check_same_run(run: Path, info: dict[str, Any]) -> None:
             raise UserError(
                 f"{run} was trained with another {key}; resume it with the same one, or choose another --out"
             )
+    if before["train"]["precision"] != info["train"]["precision"]:
+        raise UserError(f"{run} was trained with another precision; resume it with the same one")
     if before["data"]["fingerprint"] != info["data"]["fingerprint"]:
         raise UserError(f"{run} was trained on other data (fingerprint differs); resume it with the same file")
 
