@@ -28,7 +28,7 @@ FEW = EvalConfig(episodes=2, tasks=(1, 3), shard=3)  # four episodes in two shar
 
 
 class Straight(Agent):
-    """Heads for the goal with a wobble that grows with the episode's age, which it keeps in its memory."""
+    """Heads for the goal with a wobble: its memory holds the episode's age, and a phase that is the episode's own."""
 
     Config = AgentConfig
 
@@ -42,11 +42,13 @@ class Straight(Agent):
 
     def act(self, observation, goal, memory):
         self.calls.append(len(observation))
-        age = torch.zeros(len(observation), 1) if memory is None else memory["age"]
+        if memory is None:
+            memory = {"age": torch.zeros(len(observation), 1), "phase": observation.sum(1, keepdim=True)}
+        age, phase = memory["age"], memory["phase"]
         torch.rand(3), np.random.rand(3)  # a careless policy draws from the global generators
-        wobble = torch.cat([torch.sin(age / 7), torch.cos(age / 5)], 1)
-        action = self.gain * (goal - observation) + 0.5 * wobble + 0.1 * torch.nn.functional.dropout(wobble, 0.0)
-        return action.clamp(-1, 1), {"age": age + 1}
+        wobble = torch.cat([torch.sin(age / 7 + phase), torch.cos(age / 5 + 3 * phase)], 1)
+        action = self.gain * (goal - observation) + 0.5 * wobble
+        return action.clamp(-1, 1), {"age": age + 1, "phase": phase}
 
 
 @pytest.fixture
