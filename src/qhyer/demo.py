@@ -5,6 +5,7 @@ Everything it does are ordinary commands of this project; what is finished is no
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -15,14 +16,15 @@ from rich.console import Console
 from qhyer.errors import UserError
 
 DATASET = "pointmaze-medium-navigate-v0"
-EPISODES = 300
+ROWS = 300_000
+"""rows of data to generate when the number of episodes is not given"""
 
 
 def demo(
     *,
     out: Path = Path("demo"),
     dataset: str = DATASET,
-    episodes: int = EPISODES,
+    episodes: int | None = None,
     seed: int = 0,
     workers: int | None = None,
 ) -> int:
@@ -31,7 +33,7 @@ def demo(
     Args:
         out: folder for data, runs and the report
         dataset: pointmaze-medium-navigate or pointmaze-medium-stitch (or another point maze, untuned)
-        episodes: training episodes to generate
+        episodes: training episodes to generate; enough for about 300,000 rows when not given
         seed: seed of the data and of both trainings
         workers: processes for data and evaluation; one per core when not given
     """
@@ -45,14 +47,16 @@ def demo(
     from qhyer.report.commands import report
 
     begun = time.perf_counter()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each training has a core to itself
     console = Console(highlight=False)
     registered = registry.get(dataset)
     if not registered.is_maze:
         raise UserError(f"the demo is made for point mazes, not for {registered.name}")
+    episodes = episodes or ROWS // (registered.rows - 1)
     folder = Path(out) / registered.name.removesuffix("-v0")
 
     console.print(f"[bold]1. data[/bold]  {registered.name}, {episodes} episodes")
-    data = generate(registered, out=folder / "data", episodes=episodes, seed=seed, workers=workers)
+    data = generate(registered, out=folder / f"data-s{seed}", episodes=episodes, seed=seed, workers=workers)
 
     console.print("[bold]2. training[/bold]  QHyer here, GCBC beside it on another core")
     agents = ("qhyer", "gcbc")
