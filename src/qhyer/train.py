@@ -272,6 +272,7 @@ def train(
     agent = runs.build_agent(agent_name, config, episodes.spec(), train_config.seed).to(device)
     parameters = sum(p.numel() for p in agent.parameters())
     threads = train_config.threads or (1 if parameters < SMALL else torch.get_num_threads())
+    name = Path(sys.argv[0]).name
     info = {
         "agent": agent_name,
         "preset": preset,
@@ -287,7 +288,7 @@ def train(
         },
         "spec": to_dict(episodes.spec()),
         "versions": runs.versions(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["qhyer" if name == "__main__.py" else name, *sys.argv[1:]]),
         "hardware": runs.hardware(device, threads),
         "parameters": parameters,
     }

@@ -161,9 +161,7 @@ def luminance(colour):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in figures.THEME if name not in ("paper", "panel", "rule", "wall")]
-)
+@pytest.mark.parametrize("name", [name for name in figures.THEME if name not in ("paper", "panel", "rule", "wall")])
 @pytest.mark.parametrize("dark", [False, True])
 def test_colours_are_readable_on_their_paper(name, dark):
     text, paper = (luminance(figures.THEME[key][dark]) for key in (name, "paper"))
@@ -178,8 +176,5 @@ def test_command_prints_the_headline(runs, tmp_path, capsys):
 
 
 def test_reports_need_no_torch():
-    code = (
-        "import sys, qhyer.report, qhyer.report.commands, qhyer.report.html;"
-        "sys.exit(int('torch' in sys.modules))"
-    )
+    code = "import sys, qhyer.report, qhyer.report.commands, qhyer.report.html;sys.exit(int('torch' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -57,9 +57,7 @@ def test_seeds_that_score_alike_still_have_an_interval(tmp_path, make_run):
     for seed in range(3):
         make_run(tmp_path, "gcbc", seed, {1: [0] * 10})
     row = rows_of(tmp_path)[0]
-    assert (row.mean, row.low, row.interval) == (0, 0, "wilson") and row.high == pytest.approx(
-        11.35, abs=0.01
-    )
+    assert (row.mean, row.low, row.interval) == (0, 0, "wilson") and row.high == pytest.approx(11.35, abs=0.01)
 
 
 def test_an_ablation_is_not_averaged_with_the_real_thing(tmp_path, make_run):
@@ -94,9 +92,7 @@ def test_published_numbers_add_up_to_the_totals_their_paper_prints():
             found = [
                 entry.mean
                 for entry in ours
-                if entry.agent == agent
-                and entry.dataset.startswith(f"{env}-")
-                and f"-{kind}-" in entry.dataset
+                if entry.agent == agent and entry.dataset.startswith(f"{env}-") and f"-{kind}-" in entry.dataset
             ]
             # Eik-HIQRL is not reported on pixels
             assert sum(found) == total, (env, kind, agent)
