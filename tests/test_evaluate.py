@@ -147,7 +147,7 @@ def test_a_worker_outlives_the_signals_that_end_a_job_and_not_its_parent():
         connection.send(("reset", [EpisodeSpec(1, 0, 5)]))
         assert connection.poll(60)
         assert np.array_equal(connection.recv()[0], first)
-    process.join(timeout=10)
+    process.join(timeout=60)
     assert process.exitcode == 0  # it was told to stop, or saw the pipe close
 
 

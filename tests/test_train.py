@@ -249,7 +249,7 @@ def test_a_stopped_process_goes_on_to_the_same_bits(number, tiny_config, data_fi
             process.send_signal(number)
             break
     rest = process.stdout.read()
-    code = process.wait(timeout=60)
+    code = process.wait(timeout=180)
     reached = checkpoint.steps(tmp_path / "parts" / "checkpoints")[-1]
     if number == signal.SIGTERM:
         assert code == 0 and 27 <= reached < 60
@@ -258,7 +258,7 @@ def test_a_stopped_process_goes_on_to_the_same_bits(number, tiny_config, data_fi
         assert code == -signal.SIGKILL and reached % 10 == 0 and 20 <= reached < 60
     assert "done" not in rest
     process = child("qhyer", data_file, tmp_path / "parts", config, options, resume=True)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=180)
     assert process.returncode == 0 and output.startswith(f"step {reached + 1}\n") and output.endswith("done\n")
     whole = train("qhyer", str(data_file), config, options, run=tmp_path / "whole", quiet=True)
     assert_same(whole, tmp_path / "parts")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from qhyer import checkpoint, runs
-from qhyer.agent import Agent, AgentConfig, Sampler, Stage
+from qhyer.agent import Agent, AgentConfig, Batch, Sampler, Stage
 from qhyer.config import fingerprint, to_dict
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
@@ -87,6 +87,8 @@ class Update:
         self.names: list[str] = []
         self.sums: Tensor | None = None
         self.count = 0
+        self.healthy: Tensor | None = None
+        self.rows: Batch = {}
 
     def set_rates(self, step: int) -> None:
         if self.stage.schedule is None:
@@ -99,13 +101,32 @@ class Update:
                 else:
                     group["lr"] = rate * factor
 
+    def _watch(self, batch: Batch, loss: Tensor) -> None:
+        """Remembers the row numbers of the first batch whose loss is not finite (of the latest while all are)."""
+        rows = {name: value for name, value in batch.items() if not value.is_floating_point()}
+        if self.device.type == "cpu":
+            self.rows = rows
+            if not torch.isfinite(loss):
+                raise FloatingPointError  # before the weights are touched
+            return
+        if self.healthy is None:  # on a GPU nobody looks until a line or a checkpoint is due
+            self.healthy = torch.ones((), dtype=torch.bool, device=self.device)
+            self.rows = {name: value.clone() for name, value in rows.items()}
+        for name, value in rows.items():
+            self.rows[name].copy_(torch.where(self.healthy, value, self.rows[name]))
+        self.healthy.logical_and_(torch.isfinite(loss))
+
+    def check(self) -> None:
+        """Raises FloatingPointError if a loss has not been finite."""
+        if self.healthy is not None and not self.healthy:
+            raise FloatingPointError
+
     def compute(self) -> None:
         """Sample, loss, backward, clip, step, metrics."""
         batch = self.sampler.sample(self.stage.batch_size)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             loss, metrics = self.stage.loss(batch)
-        if self.device.type == "cpu" and not torch.isfinite(loss):
-            raise FloatingPointError  # before the weights are touched
+        self._watch(batch, loss.detach())
         for optimizer in self.stage.optimizers:
             optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -438,32 +459,35 @@ class _Loop:
         self.agent.train()
         last = first + stage.steps
         while self.step < last:
-            before = self.generator.get_state() if self.device.type == "cpu" else None
+            after = self.step + 1
+            log = after == last or after % self.config.log_every == 0
+            save = after == last or (self.config.save_every and after % self.config.save_every == 0)
             try:
                 update(self.step - first)
+                if log or save or stop.is_set():
+                    update.check()  # a poisoned state is never saved
             except FloatingPointError:
-                self._dump_and_stop(stage, sampler, before)
-            self.step += 1
+                self._dump_and_stop()
+            self.step = after
             if self.on_step is not None:
                 self.on_step(self.step)
-            if self.step % self.config.log_every == 0 or self.step == last:
-                self._log(stage, sampler, before)
+            if log:
+                self._log(stage)
             self.progress.advance(self.step)
             if self.step == last and stage.finish is not None:
                 stage.finish(self.episodes)
-            due = self.config.save_every and self.step % self.config.save_every == 0
-            if due or self.step == last or stop.is_set():
+            if save or stop.is_set():
                 self.save()
             if self.config.eval_every and self.step % self.config.eval_every == 0 and self.environment:
                 self._evaluate()
             if stop.is_set():
                 return
 
-    def _log(self, stage: Stage, sampler: Sampler, before: Tensor | None) -> None:
+    def _log(self, stage: Stage) -> None:
         assert self.update is not None
         values = self.update.take_metrics()
         if not all(np.isfinite(value) for value in values.values()):
-            self._dump_and_stop(stage, sampler, before)
+            self._dump_and_stop()
         self.run.mkdir(parents=True, exist_ok=True)
         with open(self.run / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": self.step, "stage": stage.name, **values}) + "\n")
@@ -474,20 +498,17 @@ class _Loop:
                 self.writer.add_scalar(name, value, self.step)
         self.progress.show(self.step, values)
 
-    def _dump_and_stop(self, stage: Stage, sampler: Sampler, before: Tensor | None) -> None:
-        """Draw the offending batch again from the generator's state before it, and save its row numbers."""
+    def _dump_and_stop(self) -> None:
+        """Save the row numbers of the offending batch, and say where."""
+        assert self.update is not None
         path = self.run / f"nonfinite-{self.step:08d}.npz"
-        if before is not None:
-            self.generator.set_state(before)
-            batch = sampler.sample(stage.batch_size)
-            rows: dict[str, Any] = {k: v.cpu().numpy() for k, v in batch.items() if not v.is_floating_point()}
-            with atomic_file(path) as temporary, open(temporary, "wb") as file:
-                np.savez(file, **rows)
-        where = f"the batch's rows are in {path}" if before is not None else "train on the CPU to find the batch"
+        rows: dict[str, Any] = {name: value.cpu().numpy() for name, value in self.update.rows.items()}
+        with atomic_file(path) as temporary, open(temporary, "wb") as file:
+            np.savez(file, **rows)
         kept = checkpoint.steps(self.folder)
         last = f"the last good checkpoint is update {kept[-1]}" if kept else "no checkpoint was written yet"
         raise NonFinite(
-            f"the loss is not finite at update {self.step}; {where}; {last}. "
+            f"the loss is not finite at update {self.step}; the batch's rows are in {path}; {last}. "
             "Look at those rows (`qhyer data check`), or lower the learning rate."
         )
 
