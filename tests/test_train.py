@@ -181,7 +181,7 @@ def test_resume_across_stages(two_stages, point_world, tmp_path, every):
     assert [(line["step"], line["stage"]) for line in lines] == [
         (4, "critic"), (7, "critic"), (8, "actor"), (12, "actor"), (13, "actor"),
     ]  # fmt: skip
-    assert "critic/b" in lines[0] and set(lines[2]) == {"step", "stage", "loss", "actor/only"}
+    assert "critic/b" in lines[0] and set(lines[2]) == {"step", "stage", "loss", "actor/only", "grad_norm"}
 
 
 def test_a_stage_starts_from_the_optimiser_s_own_rate(two_stages, point_world, tmp_path):
@@ -207,14 +207,18 @@ import json, sys, time, torch
 torch.set_num_threads(1)
 from qhyer import agents
 from qhyer.config import from_dict
-from qhyer.train import TrainConfig, train
+from qhyer.train import Stopped, TrainConfig, train
 name, data, run, config, options, resume = json.loads(sys.argv[1])
 def on_step(step):
     print("step", step, flush=True)
     time.sleep(0.01)
-train(name, data, from_dict(agents.load(name).Config, config), from_dict(TrainConfig, options), run=run,
-      resume=resume, quiet=True, on_step=on_step)
-print("done", flush=True)
+try:
+    train(name, data, from_dict(agents.load(name).Config, config), from_dict(TrainConfig, options), run=run,
+          resume=resume, quiet=True, on_step=on_step)
+except Stopped as stopped:
+    print(stopped, flush=True)
+else:
+    print("done", flush=True)
 """
 
 
@@ -238,9 +242,11 @@ def data_file(point_world, tmp_path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=["SIGKILL", "SIGTERM", "SIGINT"]
+)
 def test_a_stopped_process_goes_on_to_the_same_bits(number, tiny_config, data_file, tmp_path):
-    """SIGTERM ends after the update under way: saved, said, exit code 0. SIGKILL loses what came after a save."""
+    """SIGTERM and Ctrl-C end after the update under way: saved, said. SIGKILL loses what came after a save."""
     config = tiny_config("qhyer", steps=60, warmup=30)
     options = replace(CPU, save_every=10, log_every=7)
     process = child("qhyer", data_file, tmp_path / "parts", config, options)
@@ -251,9 +257,9 @@ def test_a_stopped_process_goes_on_to_the_same_bits(number, tiny_config, data_fi
     rest = process.stdout.read()
     code = process.wait(timeout=180)
     reached = checkpoint.steps(tmp_path / "parts" / "checkpoints")[-1]
-    if number == signal.SIGTERM:
+    if number != signal.SIGKILL:
         assert code == 0 and 27 <= reached < 60
-        assert f"stopped by SIGTERM; saved update {reached} of 60; --resume continues" in rest
+        assert f"stopped; saved update {reached} of 60; --resume continues" in rest
     else:
         assert code == -signal.SIGKILL and reached % 10 == 0 and 20 <= reached < 60
     assert "done" not in rest
@@ -366,7 +372,7 @@ def test_a_finished_run_is_left_alone(tiny_config, point_world, tmp_path, capsys
 @pytest.mark.parametrize(
     "change, word",
     [
-        (dict(config=dict(learning_rate=0.5)), "config"),
+        (dict(config=dict(learning_rate=0.5)), "config.learning_rate: 0.001 there, 0.5 asked for"),
         (dict(train=dict(seed=3)), "seed"),
         (dict(train=dict(precision="bf16")), "precision"),
         (dict(data=True), "data"),
@@ -385,8 +391,9 @@ def test_resume_refuses_another_run(tiny_config, point_world, tmp_path, change, 
         actions[0] = 0.123
         episodes = Episodes.from_arrays(point_world.observations, actions, point_world.ends, goal=[0, 1])
         episodes.name = point_world.name
-    with pytest.raises(UserError, match=rf"other data|another {word}"):
-        train("gcbc", "x", other_config, options, run=tmp_path, episodes=episodes, quiet=True, resume=True)
+    for resume in (False, True):
+        with pytest.raises(UserError, match=rf"is another run .*{word}"):
+            train("gcbc", "x", other_config, options, run=tmp_path, episodes=episodes, quiet=True, resume=resume)
     assert contents(tmp_path)[1] == before
 
 
@@ -455,8 +462,8 @@ def test_no_cuda_is_said_plainly():
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(UserError, match="no CUDA device is usable here; use --device cpu"):
-        training.resolve_device("cuda")
-    assert training.resolve_device("auto") == "cpu"
+        runs.resolve_device("cuda")
+    assert runs.resolve_device("auto") == "cpu"
 
 
 # ---------------------------------------------------------------------------------------------- what a run records
@@ -493,12 +500,27 @@ def test_metrics_are_means_since_the_last_line(tiny_config, point_world, tmp_pat
         assert coarse[1][key] == pytest.approx(statistics.mean(line[key] for line in fine[5:]))
 
 
-def test_default_folder_depends_on_what_is_trained(tiny_config):
+def test_a_finished_run_is_not_taken_for_another(tiny_config, point_world, tmp_path):
+    train("gcbc", "x", tiny_config("gcbc"), CPU, run=tmp_path, episodes=point_world, quiet=True)
+    with pytest.raises(UserError, match="agent: gcbc there, qhyer asked for"):
+        train("qhyer", "x", tiny_config("qhyer"), CPU, run=tmp_path, episodes=point_world, quiet=True)
+
+
+def test_default_folder_depends_on_what_is_trained(tiny_config, point_world):
     config = tiny_config("gcbc")
-    name = functools.partial(training.default_run_dir, "gcbc", "paper", "d")
-    assert name(config, CPU) == name(config, replace(CPU, log_every=9, save_every=9))
-    others = {name(replace(config, batch_size=9), CPU), name(config, replace(CPU, seed=1))}
-    assert name(config, CPU) not in others and len(others) == 2
+    name = functools.partial(training.default_run_dir, "gcbc", "paper")
+    here = name(point_world, config, CPU)
+    assert here == name(point_world, config, replace(CPU, log_every=9, save_every=9))
+    assert here.parts[:2] == ("runs", point_world.name)
+    actions = point_world.actions.clone()
+    actions[0] = 0.123
+    changed = Episodes.from_arrays(point_world.observations, actions, point_world.ends, goal=[0, 1])
+    others = {
+        name(point_world, replace(config, batch_size=9), CPU),
+        name(point_world, config, replace(CPU, seed=1)),
+        name(changed, config, CPU),
+    }
+    assert here not in others and len(others) == 3
 
 
 def test_gradient_clipping(point_world, tiny_agent):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qhyer.data.episodes import DataSpec, Episodes
+from qhyer.errors import require
 
 Batch = dict[str, Tensor]
 Metrics = dict[str, Tensor]
@@ -30,6 +31,12 @@ class AgentConfig:
     batch_size: int = 1024
     """samples (windows, for a sequence model) per update"""
     learning_rate: float = 3e-4
+    """of the optimiser, before any schedule"""
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, "steps must be at least 1")
+        require(self.batch_size >= 1, "batch_size must be at least 1")
+        require(self.learning_rate > 0.0, "learning_rate must be positive")
 
 
 class Sampler(Protocol):

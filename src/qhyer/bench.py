@@ -30,8 +30,8 @@ from qhyer.agent import Agent, Memory
 from qhyer.data import registry
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
+from qhyer.runs import resolve_device
 from qhyer.storage import write_json
-from qhyer.train import resolve_device
 
 WARMUP = 3
 LEAST_ROUNDS = 5

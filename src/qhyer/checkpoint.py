@@ -3,7 +3,7 @@
 RUN/checkpoints/00005000/
     agent.safetensors      weights and buffers: all that acting needs
     training.safetensors   optimiser moments, random generators, running sums: all that resuming needs besides
-    state.json             step, stage, optimiser groups
+    state.json             step of how many, optimiser groups, seconds, names of the metrics
     manifest.json          SHA-256 and size of each of the above, and of itself
 """
 

@@ -47,6 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _usage() -> str:
@@ -113,7 +118,7 @@ class _TrainOptions:
     out: Path | None = None
     """the run's folder; runs/DATASET/AGENT-PRESET-sSEED-HASH when not given"""
     resume: bool = False
-    """continue an unfinished run, bit for bit"""
+    """continue an unfinished run (on a CPU bit for bit)"""
     goal: tuple[str, ...] = ()
     """own data: the coordinates that make the goal, by index or name"""
     env: str | None = None
@@ -124,20 +129,23 @@ def _train(args: list[str]) -> int | None:
     from qhyer import agents, presets
     from qhyer.config import replace
     from qhyer.data import registry
-    from qhyer.train import TrainConfig, train
+    from qhyer.train import Stopped, TrainConfig, train
 
     parser = argparse.ArgumentParser(
         prog="qhyer train",
         description=f"Train an agent. Agents: {', '.join(agents.names())}. Give AGENT and DATASET before --help to see "
         "all options of that agent.",
         add_help=False,
+        allow_abbrev=False,
     )
     parser.add_argument("agent", help="agent name (`qhyer list agents`)")
     parser.add_argument("dataset", help="dataset name (`qhyer list datasets`) or path of an npz (docs/data.md)")
     parser.add_argument("--preset", default="paper", help="which preset (`qhyer list presets`)")
-    if len([a for a in args if not a.startswith("-")]) < 2:
+    if len(args) < 2 or args[0].startswith("-") or args[1].startswith("-"):
         parser.print_help()
-        return 0 if {"-h", "--help"} & set(args) else 2
+        if {"-h", "--help"} & set(args):
+            return 0
+        raise UserError("name the agent and the dataset first: qhyer train AGENT DATASET [options]")
     known, rest = parser.parse_known_args(args)
     path = Path(known.dataset)
     name = path.stem if path.suffix == ".npz" else registry.get(known.dataset).name
@@ -166,17 +174,21 @@ def _train(args: list[str]) -> int | None:
             raise UserError("--goal is for your own npz; a registered dataset has its goal coordinates")
         goal = [int(g) if g.lstrip("-").isdigit() else g for g in options.goal]
         episodes = Episodes.load(path, goal=goal)
-    run = train(
-        known.agent,
-        str(path) if path.suffix == ".npz" else name,
-        config,
-        options.train,
-        preset=known.preset,
-        run=options.out,
-        resume=options.resume,
-        episodes=episodes,
-        environment=options.env,
-    )
+    try:
+        run = train(
+            known.agent,
+            str(path) if path.suffix == ".npz" else name,
+            config,
+            options.train,
+            preset=known.preset,
+            run=options.out,
+            resume=options.resume,
+            episodes=episodes,
+            environment=options.env,
+        )
+    except Stopped as stopped:
+        print(stopped, flush=True)
+        return 0
     print(f"run: {run}")
     return 0
 
@@ -192,7 +204,10 @@ class _EvalOptions:
     """evaluate this checkpoint instead of the last"""
     env: str | None = None
     """environment, where the run does not name one"""
+    overwrite: bool = False
+    """replace a longer evaluation of the same checkpoint"""
     device: str = "cpu"
+    """where the policy acts: cpu, cuda or auto"""
     workers: int | None = None
     """processes that step environments; one per core when not given"""
 
@@ -227,6 +242,7 @@ def _eval(args: list[str]) -> int | None:
             environment=options.env,
             device=options.device,
             workers=options.workers,
+            overwrite=options.overwrite,
         )
         print(f"{run}: success {100 * rate:.1f} %")
     return 0
@@ -298,7 +314,7 @@ def _list(args: list[str]) -> int | None:
             table.add_column("analysis")
             table.add_column("the question it answers")
             for name in analyses.names():
-                table.add_row(name, (analyses.load(name).__doc__ or "").strip().splitlines()[0])
+                table.add_row(name, analyses.question(name))
         Console().print(table)
         return 0
 

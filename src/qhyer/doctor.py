@@ -123,7 +123,7 @@ def check_torch() -> list[Check]:
 
         checks.append(Check("triton", "ok", triton.__version__))
     except Exception as error:
-        advice = "training works without it; pip install triton for the faster kernels"
+        advice = "not needed: nothing here uses it yet"
         checks.append(Check("triton", "note", f"does not import: {error}", advice))
     return checks
 

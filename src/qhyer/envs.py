@@ -28,7 +28,10 @@ def make(environment: str) -> Any:
 
 
 def num_tasks(env: Any) -> int:
-    return int(env.unwrapped.num_tasks)
+    tasks = getattr(env.unwrapped, "num_tasks", None)
+    if tasks is None:
+        raise UserError(f"{env.spec.id} has no goal-reaching tasks: it is not one of OGBench's goal-conditioned ones")
+    return int(tasks)
 
 
 @contextlib.contextmanager

@@ -13,3 +13,9 @@ class DataError(UserError):
 
 class CorruptFile(UserError):
     """A file whose content does not match its checksum."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `UserError` unless the condition holds: for the ranges of configurations."""
+    if not condition:
+        raise UserError(message)

@@ -23,6 +23,7 @@ import torch
 
 from qhyer import envs
 from qhyer.agent import Agent, Memory
+from qhyer.errors import require
 from qhyer.rng import stream_seed
 
 
@@ -38,6 +39,11 @@ class EvalConfig:
     """episodes that run in lock-step; part of the protocol, not of the machine"""
     record: int = 4
     """episodes per task whose observations are kept for pictures"""
+
+    def __post_init__(self) -> None:
+        require(self.episodes >= 1, "episodes must be at least 1")
+        require(self.shard >= 1, "shard must be at least 1")
+        require(self.record >= 0, "record cannot be negative")
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,10 @@ class EpisodeResult:
 def plan(config: EvalConfig, environment: str, tasks: int) -> list[list[EpisodeSpec]]:
     """All episodes, in shards."""
     numbers = config.tasks if config.tasks is not None else tuple(range(1, tasks + 1))
+    require(
+        bool(numbers) and all(1 <= number <= tasks for number in numbers),
+        f"{environment} has tasks 1 to {tasks}, not {', '.join(map(str, numbers)) or 'none'}",
+    )
     specs = [
         EpisodeSpec(task, episode, stream_seed(config.seed, "eval", environment, task, episode) % 2**31)
         for task in numbers
@@ -227,6 +237,7 @@ def evaluate(
     `progress(done, total)` is called after each finished shard.
     """
     config = config or EvalConfig()
+    require(workers is None or workers >= 0, "workers cannot be negative")
     env = envs.make(environment)
     shards = plan(config, environment, envs.num_tasks(env))
     env.close()

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from qhyer.errors import CorruptFile
 from qhyer.storage import write_text
 
 
@@ -45,6 +46,9 @@ def read_rows(path: Path) -> list[EpisodeRow]:
         "length": int,
     }
     with open(path, newline="", encoding="utf-8") as file:
+        if tuple(next(csv.reader(file), ())) != COLUMNS:
+            raise CorruptFile(f"{path} is not a file of episode rows: its columns are not {','.join(COLUMNS)}")
+        file.seek(0)
         return [
             EpisodeRow(**{k: float(v) if k == "seconds" else kinds.get(k, str)(v) for k, v in row.items()})  # type: ignore[arg-type]
             for row in csv.DictReader(file)

@@ -1,7 +1,7 @@
 """One seed, named random streams.
 
 Each consumer draws from its own stream, so an extra draw in one (say, another evaluation) cannot shift another
-(the weights). `streams(seed)["data"]` is the same stream in every process and on every machine.
+(the weights). `stream_seed(seed, "data")` is the same in every process and on every machine.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,7 +29,7 @@ from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
 from qhyer.evaluate import EpisodeResult, EvalConfig, evaluate, success_rate
 from qhyer.progress import Progress
-from qhyer.records import EpisodeRow, add_rows
+from qhyer.records import EpisodeRow, add_rows, read_rows
 from qhyer.rng import stream_seed
 from qhyer.storage import atomic_file
 
@@ -48,6 +49,17 @@ def versions() -> dict[str, str]:
     return found
 
 
+def resolve_device(device: str) -> str:
+    """ "auto" to a device there is; an error for one there is not."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise UserError(f"no device is called {device!r}: use cpu, cuda, cuda:1 ... or auto")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("no CUDA device is usable here; use --device cpu, or ask `qhyer doctor`")
+    return device
+
+
 def hardware(device: str, threads: int) -> str:
     if device.startswith("cuda"):
         return f"{torch.cuda.get_device_name()} ({platform.machine()})"
@@ -60,9 +72,13 @@ def read(run: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{run} is not a run: it has no run.json (`qhyer train` makes runs)")
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
+        info = json.loads(path.read_text())
+        missing = {"agent", "preset", "dataset", "seed", "config", "spec"} - set(info)
+    except (ValueError, TypeError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
+    if missing:
+        raise UserError(f"{path} is not a run's: it lacks {', '.join(sorted(missing))}")
+    return info
 
 
 def build_agent(name: str, config: Any, spec: DataSpec, seed: int) -> Agent:
@@ -138,20 +154,34 @@ def evaluate_run(
     environment: str | None = None,
     device: str = "cpu",
     workers: int | None = None,
+    overwrite: bool = False,
     quiet: bool = False,
 ) -> float:
-    """Evaluates a run's checkpoint, keeps the rows with the run, and returns the success rate."""
+    """Evaluates a run's checkpoint, keeps the rows with the run, and returns the success rate.
+
+    An earlier evaluation of the same checkpoint is replaced; a longer one only with `overwrite`.
+    """
     config = config or EvalConfig()
     info = read(run)
     environment = environment or info.get("environment")
     if environment is None:
         raise UserError(f"{run} was trained on own data; name the environment to evaluate in with --env")
-    agent, at = load_agent(run, step, device)
-    tasks = len(config.tasks) if config.tasks else 5
-    with Progress(f"evaluating {info['agent']} on {environment}", tasks * config.episodes, quiet) as progress:
+    agent, at = load_agent(run, step, resolve_device(device))
+    env = envs.make(environment)
+    tasks, observation = envs.num_tasks(env), envs.seeded_reset(env, 0, 1)[0]
+    env.close()
+    if len(observation) != agent.spec.observation_dim:
+        raise UserError(
+            f"{environment} has observations of {len(observation)} numbers, {run} was trained on "
+            f"{agent.spec.observation_dim}; name the environment of its data with --env"
+        )
+    total = config.episodes * (tasks if config.tasks is None else len(config.tasks))
+    earlier = sum(row.step == at for row in read_rows(Path(run) / "episodes.csv"))
+    if earlier > total and not overwrite:
+        raise UserError(f"{run} has an evaluation of {earlier} episodes of this checkpoint; --overwrite replaces it")
+    with Progress(f"evaluating {info['agent']} on {environment}", total, quiet) as progress:
 
         def show(done: int, total: int) -> None:
-            progress.total = total
             progress.advance(done)
             progress.show(done)
 

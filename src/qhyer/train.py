@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shlex
 import signal
 import sys
@@ -28,7 +29,7 @@ from qhyer.agent import Agent, AgentConfig, Batch, Sampler, Stage
 from qhyer.config import fingerprint, to_dict
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
-from qhyer.errors import UserError
+from qhyer.errors import UserError, require
 from qhyer.evaluate import EvalConfig, evaluate, success_rate
 from qhyer.progress import Progress
 from qhyer.rng import stream_seed
@@ -40,6 +41,7 @@ class TrainConfig:
     """How to run a training, as opposed to what is trained (the agent's own configuration)."""
 
     seed: int = 0
+    """one seed for everything: initial weights, batches, dropout and noise each draw from their own stream of it"""
     device: str = "auto"
     """cpu, cuda, or auto: cuda where there is one"""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -61,8 +63,19 @@ class TrainConfig:
     tensorboard: bool = False
     """also write TensorBoard events (needs the extra qhyer[tensorboard])"""
 
+    def __post_init__(self) -> None:
+        require(self.log_every >= 1, "log_every must be at least 1")
+        require(self.keep >= 1, "keep must be at least 1")
+        require(self.save_every >= 0 and self.eval_every >= 0, "save_every and eval_every cannot be negative")
+        require(self.eval_episodes >= 1, "eval_episodes must be at least 1")
+        require(self.threads >= 0, "threads cannot be negative")
+
 
 SMALL = 1_000_000  # parameters
+
+
+class Stopped(Exception):
+    """Training ended early because it was asked to (SIGTERM, Ctrl-C); everything is saved."""
 
 
 class NonFinite(UserError):
@@ -101,12 +114,12 @@ class Update:
                 else:
                     group["lr"] = rate * factor
 
-    def _watch(self, batch: Batch, loss: Tensor) -> None:
-        """Remembers the row numbers of the first batch whose loss is not finite (of the latest while all are)."""
+    def _watch(self, batch: Batch, finite: Tensor) -> None:
+        """Remembers the rows of the first batch whose loss or gradient is not finite (of the latest while all are)."""
         rows = {name: value for name, value in batch.items() if not value.is_floating_point()}
         if self.device.type == "cpu":
             self.rows = rows
-            if not torch.isfinite(loss):
+            if not finite:
                 raise FloatingPointError  # before the weights are touched
             return
         if self.healthy is None:  # on a GPU nobody looks until a line or a checkpoint is due
@@ -114,26 +127,26 @@ class Update:
             self.rows = {name: value.clone() for name, value in rows.items()}
         for name, value in rows.items():
             self.rows[name].copy_(torch.where(self.healthy, value, self.rows[name]))
-        self.healthy.logical_and_(torch.isfinite(loss))
+        self.healthy.logical_and_(finite)
 
     def check(self) -> None:
-        """Raises FloatingPointError if a loss has not been finite."""
+        """Raises FloatingPointError if a loss or a gradient has not been finite."""
         if self.healthy is not None and not self.healthy:
             raise FloatingPointError
 
     def compute(self) -> None:
         """Sample, loss, backward, clip, step, metrics."""
         batch = self.sampler.sample(self.stage.batch_size)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+        # No cache of casts: one made under no_grad (the Q tokens) would cut the gradient of the same weights later.
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast, cache_enabled=False):
             loss, metrics = self.stage.loss(batch)
-        self._watch(batch, loss.detach())
         for optimizer in self.stage.optimizers:
             optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        metrics = {"loss": loss.detach(), **metrics}
-        if self.stage.grad_clip is not None:
-            norms = [torch.nn.utils.clip_grad_norm_(p, self.stage.grad_clip) for p in self.parameters]
-            metrics["grad_norm"] = torch.stack(norms).norm()
+        clip = math.inf if self.stage.grad_clip is None else self.stage.grad_clip
+        norms = [torch.nn.utils.clip_grad_norm_(parameters, clip) for parameters in self.parameters]
+        metrics = {"loss": loss.detach(), **metrics, "grad_norm": torch.stack(norms).norm()}
+        self._watch(batch, torch.isfinite(metrics["loss"]) & torch.isfinite(metrics["grad_norm"]))
         for optimizer in self.stage.optimizers:
             optimizer.step()
         if self.stage.after_step is not None:
@@ -204,18 +217,10 @@ class GraphedUpdate(Update):
         self.count += 1
 
 
-def resolve_device(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("no CUDA device is usable here; use --device cpu, or ask `qhyer doctor`")
-    return device
-
-
-def default_run_dir(agent: str, preset: str, dataset: str, config: AgentConfig, train: TrainConfig) -> Path:
-    """runs/DATASET/AGENT-PRESET-sSEED-HASH: another configuration, another folder."""
-    name = f"{agent}-{preset}-s{train.seed}-{fingerprint([to_dict(config), train.precision])}"
-    return Path("runs") / dataset / name
+def default_run_dir(agent: str, preset: str, episodes: Episodes, config: AgentConfig, train: TrainConfig) -> Path:
+    """runs/DATASET/AGENT-PRESET-sSEED-HASH: another configuration or other data, another folder."""
+    parts = [to_dict(config), train.precision, episodes.fingerprint, list(episodes.goal_indices)]
+    return Path("runs") / episodes.name / f"{agent}-{preset}-s{train.seed}-{fingerprint(parts)}"
 
 
 def is_finished(run: Path, config: AgentConfig) -> bool:
@@ -226,17 +231,24 @@ def is_finished(run: Path, config: AgentConfig) -> bool:
 
 
 @contextlib.contextmanager
-def _stop_on_sigterm() -> Iterator[threading.Event]:
-    """SIGTERM asks for a stop after the current update instead of ending the process."""
+def _stop_on_signal() -> Iterator[threading.Event]:
+    """SIGTERM, or Ctrl-C, asks for a stop after the current update; a second Ctrl-C ends the process at once."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+
+    def interrupt(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set()), signal.signal(signal.SIGINT, interrupt)
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
 
 
 def _truncate_jsonl(path: Path, step: int) -> None:
@@ -272,24 +284,19 @@ def train(
 
     A finished run is left as it is. An unfinished one needs `resume`, so that nothing is overwritten by accident.
     """
-    device = resolve_device(train_config.device)
-    run = Path(run) if run is not None else default_run_dir(agent_name, preset, dataset, config, train_config)
-    folder = run / "checkpoints"
-    if (run / "run.json").is_file() and is_finished(run, config):
-        if not quiet:
-            print(f"{run} is finished ({config.steps} updates); nothing to do")
-        return run
-    if checkpoint.steps(folder) and not resume:
-        raise UserError(
-            f"{run} holds an unfinished run at update {checkpoint.steps(folder)[-1]}: "
-            "continue it with --resume, or remove the folder to start again"
-        )
-    registered = registry.DATASETS.get(dataset)
+    device = runs.resolve_device(train_config.device)
     if episodes is None:
-        episodes, registered = registry.load(dataset, device)
+        episodes, _ = registry.load(dataset, device)
     else:
         episodes = episodes.to(device)
+    run = Path(run) if run is not None else default_run_dir(agent_name, preset, episodes, config, train_config)
+    if run.exists() and not run.is_dir():
+        raise UserError(f"{run} is a file; give a folder with --out")
+    folder = run / "checkpoints"
+    registered = registry.DATASETS.get(episodes.name)
     environment = environment or (registered.environment if registered else None)
+    if train_config.eval_every and environment is None:
+        raise UserError("--eval-every needs an environment: name it with --env")
     agent = runs.build_agent(agent_name, config, episodes.spec(), train_config.seed).to(device)
     parameters = sum(p.numel() for p in agent.parameters())
     threads = train_config.threads or (1 if parameters < SMALL else torch.get_num_threads())
@@ -306,6 +313,7 @@ def train(
             "fingerprint": episodes.fingerprint,
             "episodes": episodes.num_episodes,
             "transitions": episodes.num_transitions,
+            "path": str(Path(dataset).resolve()) if dataset.endswith(".npz") else None,
         },
         "spec": to_dict(episodes.spec()),
         "versions": runs.versions(),
@@ -313,8 +321,18 @@ def train(
         "hardware": runs.hardware(device, threads),
         "parameters": parameters,
     }
-    if resume and (run / "run.json").is_file():
+    kept = checkpoint.steps(folder)
+    if kept and (run / "run.json").is_file():
         _check_same_run(run, info)
+        if is_finished(run, config):
+            if not quiet:
+                print(f"{run} is finished ({kept[-1]} updates); nothing to do")
+            return run
+        if not resume:
+            raise UserError(
+                f"{run} holds an unfinished run at update {kept[-1]}: "
+                "continue it with --resume, or remove the folder to start again"
+            )
     else:
         write_json(run / "run.json", info)
     loop = _Loop(run, agent, episodes, train_config, torch.device(device), environment, quiet, on_step)
@@ -327,17 +345,20 @@ def train(
 
 
 def _check_same_run(run: Path, info: dict[str, Any]) -> None:
-    """A resumed run must be the same run: same agent, configuration, data."""
+    """A run that is there already must be the one asked for: same agent, configuration, data, precision, device."""
     before = runs.read(run)
-    for key in ("agent", "dataset", "seed", "config", "spec"):
-        if before.get(key) != info[key]:
-            raise UserError(
-                f"{run} was trained with another {key}; resume it with the same one, or choose another --out"
-            )
-    if before["train"]["precision"] != info["train"]["precision"]:
-        raise UserError(f"{run} was trained with another precision; resume it with the same one")
-    if before["data"]["fingerprint"] != info["data"]["fingerprint"]:
-        raise UserError(f"{run} was trained on other data (fingerprint differs); resume it with the same file")
+    kinds = [str(run_info["hardware"]).partition(" CPU")[1] for run_info in (before, info)]
+    pairs: list[tuple[str, Any, Any]] = [(key, before.get(key), info[key]) for key in ("agent", "dataset", "seed")]
+    pairs += [(f"config.{key}", before["config"].get(key), value) for key, value in info["config"].items()]
+    pairs += [
+        ("goal coordinates", before["spec"]["goal_indices"], info["spec"]["goal_indices"]),
+        ("precision", before["train"]["precision"], info["train"]["precision"]),
+        ("data (fingerprint)", before["data"]["fingerprint"][:12], info["data"]["fingerprint"][:12]),
+        ("kind of device", kinds[0] or "GPU", kinds[1] or "GPU"),
+    ]
+    different = [f"{name}: {there} there, {asked} asked for" for name, there, asked in pairs if there != asked]
+    if different:
+        raise UserError(f"{run} is another run ({'; '.join(different)}); choose another --out, or ask for the same")
 
 
 class _Loop:
@@ -413,7 +434,7 @@ class _Loop:
         self.generator.manual_seed(stream_seed(self.config.seed, "data"))
         # torch's global generator serves dropout and noise; put back afterwards what the caller had.
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), _stop_on_sigterm() as stop:
+        with torch.random.fork_rng(devices=devices), _stop_on_signal() as stop:
             torch.manual_seed(stream_seed(self.config.seed, "train"))
             if resume and checkpoint.steps(self.folder):
                 self.restore()
@@ -421,7 +442,7 @@ class _Loop:
                 for name in ("metrics.jsonl", "timings.jsonl"):
                     (self.run / name).unlink(missing_ok=True)
             if self.config.tensorboard:
-                self.writer = _tensorboard(self.run)
+                self.writer = _tensorboard(self.run, self.step)
             description = f"{runs.read(self.run)['agent']} on {self.episodes.name}"
             with Progress(description, self.total, self.quiet, start=self.step) as self.progress:
                 done = 0
@@ -434,11 +455,7 @@ class _Loop:
         if self.writer is not None:
             self.writer.close()
         if stop.is_set() and self.step < self.total:
-            print(
-                f"stopped by SIGTERM; saved update {self.step} of {self.total}; --resume continues",
-                flush=True,
-            )
-            raise SystemExit(0)
+            raise Stopped(f"stopped; saved update {self.step} of {self.total}; --resume continues")
         return self.run
 
     def _make_update(self, stage: Stage, sampler: Sampler) -> Update:
@@ -508,7 +525,7 @@ class _Loop:
         kept = checkpoint.steps(self.folder)
         last = f"the last good checkpoint is update {kept[-1]}" if kept else "no checkpoint was written yet"
         raise NonFinite(
-            f"the loss is not finite at update {self.step}; the batch's rows are in {path}; {last}. "
+            f"loss or gradient not finite at update {self.step}; the batch's rows are in {path}; {last}. "
             "Look at those rows (`qhyer data check`), or lower the learning rate."
         )
 
@@ -519,9 +536,9 @@ class _Loop:
         self.progress.note(f"update {self.step}: success {100 * success_rate(results):.1f} %")
 
 
-def _tensorboard(run: Path) -> Any:
+def _tensorboard(run: Path, step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise UserError("TensorBoard is not installed: pip install 'qhyer[tensorboard]'") from error
-    return SummaryWriter(run / "tensorboard")
+    return SummaryWriter(run / "tensorboard", purge_step=step)

@@ -116,7 +116,7 @@ def test_files_that_are_no_datasets(tmp_path):
         Episodes.load(tmp_path / "absent.npz")
     text = tmp_path / "text.npz"
     text.write_text("not a zip")
-    with pytest.raises(CorruptFile, match="cannot be read"):
+    with pytest.raises(CorruptFile, match="is not an npz file"):
         Episodes.load(text)
     np.savez(tmp_path / "part.npz", observations=np.zeros((3, 1)))
     with pytest.raises(DataError, match="lacks actions, terminals"):

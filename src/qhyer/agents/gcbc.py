@@ -49,5 +49,6 @@ class GCBC(Agent):
         sampler = TransitionSamplerConfig(p_trajectory=1.0, discount=self.config.discount)
         return (Stage("actor", self.config.steps, self.config.batch_size, sampler, self.loss, (self.optimizer,)),)
 
+    @torch.no_grad()
     def act(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
         return self.actor(torch.cat([observation, goal], dim=-1)).clamp(-1.0, 1.0), None

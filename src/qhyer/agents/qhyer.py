@@ -22,6 +22,7 @@ from qhyer import losses
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import WindowSamplerConfig
+from qhyer.errors import require
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
 from qhyer.nn.hybrid import Backbone, HybridDecoder
 from qhyer.nn.optim import adamw
@@ -38,8 +39,11 @@ class QHyerConfig(AgentConfig):
     width: int = 256
     """d_model"""
     layers: int = 4
+    """blocks of the decoder"""
     heads: int = 4
+    """attention heads"""
     dropout: float = 0.1
+    """on attention, branch outputs and MLPs"""
     state_size: int = 16
     """N: Mamba's state per channel"""
     expectile: float = 0.99
@@ -49,20 +53,29 @@ class QHyerConfig(AgentConfig):
     p_random: float = 0.0
     """chance of a random goal for a window; 0.2 on noisy data"""
     flow_blocks: int = 6
+    """linear map and coupling, this many times"""
     flow_channels: int = 256
+    """width of the couplings' networks"""
     flow_noise: float = 0.05
     """sigma: noise on the flow's goals in training, in standard deviations"""
     encoder_width: int = 1024
+    """of the state-action encoder"""
     encoder_layers: int = 4
+    """of the state-action encoder"""
     representation: int = 64
     """width of the state-action representation the flow is conditioned on"""
     flow_batch: float = 0.25
     """flow transitions per window step"""
     weight_critic: float = 1.0
+    """lambda of the flow's likelihood, Eq. (14)"""
     weight_bc: float = 1.0
+    """lambda of behaviour cloning"""
     weight_q: float = 1.0
+    """lambda of the Q regression"""
     weight_decay: float = 0.0
+    """AdamW's, on matrices only"""
     grad_clip: float = 1.0
+    """greatest gradient norm, critic and actor apart"""
     warmup: int = 0
     """updates over which the learning rate rises linearly"""
     cosine: bool = False
@@ -84,6 +97,30 @@ class QHyerConfig(AgentConfig):
     """beyond the paper: how near, in standard deviations of the goal coordinates"""
     q_normalization: Literal["scale", "standardize"] = "scale"
     """Q divided by its mean magnitude (the paper), or its mean taken off first and divided by its mean deviation"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("context", "width", "layers", "heads", "state_size", "flow_blocks", "flow_channels"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1")
+        for name in ("encoder_width", "encoder_layers", "representation"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1")
+        require(self.width % self.heads == 0, f"width {self.width} is not a multiple of {self.heads} heads")
+        require(0.0 < self.expectile < 1.0, "expectile must lie between 0 and 1")
+        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
+        for name in ("p_random", "stitch_rate"):
+            require(0.0 <= getattr(self, name) <= 1.0, f"{name} must lie between 0 and 1")
+        for name in ("dropout", "flow_defence"):
+            require(0.0 <= getattr(self, name) < 1.0, f"{name} must be at least 0 and below 1")
+        require(self.flow_noise >= 0.0 and self.warmup >= 0, "flow_noise and warmup cannot be negative")
+        require(self.grad_clip > 0.0 and self.stitch_cell > 0.0, "grad_clip and stitch_cell must be positive")
+        require(
+            self.conditioning != "flow" or self.batch_size * self.context * self.flow_batch >= 1.0,
+            "flow_batch is so small that the flow would see no transition",
+        )
+        require(
+            self.conditioning != "rtg" or self.stitch_rate == 0.0,
+            "the return-to-go is defined on a trajectory of its own: it cannot go with stitch_rate",
+        )
 
 
 class QHyer(Agent):
@@ -161,7 +198,7 @@ class QHyer(Agent):
         goals = goals + self.config.flow_noise * torch.randn_like(goals)
         log_p = self.log_density(batch["flow_observations"], batch["flow_actions"], goals)  # (M,)
         loss = -log_p.mean()
-        return loss, {"critic/nll": loss.detach(), "critic/log_p_std": log_p.detach().std()}
+        return loss, {"critic/nll": loss.detach(), "critic/log_p_std": log_p.detach().std(correction=0)}
 
     @torch.no_grad()
     def q_values(self, batch: Batch) -> Tensor:
@@ -225,14 +262,14 @@ class QHyer(Agent):
             nll, critic_metrics = self.critic_loss(batch)
             total = total + config.weight_critic * nll
             metrics |= critic_metrics
-        return total, {"loss": total.detach(), **metrics}
+        return total, metrics
 
     def _schedule(self, step: int) -> float:
         config = self.config
         factor = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
         if config.cosine and step >= config.warmup:
             progress = (step - config.warmup) / max(1, config.steps - config.warmup)
-            factor *= 0.5 * (1.0 + float(torch.cos(torch.tensor(torch.pi * progress, dtype=torch.float64))))
+            factor *= 0.5 * (1.0 + math.cos(math.pi * progress))
         return factor
 
     def stages(self) -> tuple[Stage, ...]:

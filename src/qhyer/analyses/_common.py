@@ -34,7 +34,10 @@ def load_episodes(run: Path, agent: Agent, data: Path | None, device: str) -> tu
         path = Path(data)
     else:
         dataset = registry.DATASETS.get(info["dataset"])
-        found = registry.find(dataset.name) if dataset is not None else None
+        recorded = Path(info["data"].get("path") or "")
+        found = recorded if recorded.is_file() else None
+        if found is None and dataset is not None:
+            found = registry.find(dataset.name)
         if found is None:
             raise UserError(
                 f"{run} was trained on {info['dataset']}, which is not in {registry.data_dir()} or ~/.ogbench/data; "

@@ -8,14 +8,14 @@ from rich.console import Console
 
 from qhyer import analyses
 from qhyer.errors import UserError
-from qhyer.train import resolve_device
+from qhyer.runs import resolve_device
 
 
 def analyze(name: str, runs: tuple[Path, ...], /, *, device: str = "cpu", data: Path | None = None) -> int:
     """Ask trained runs one question. The answer is printed and written to RUN/analyses/.
 
     Args:
-        name: goal_density, memory or critic
+        name: an analysis of `qhyer list analyses`
         runs: run folders
         device: cpu, cuda, or auto
         data: an npz to look at instead of the dataset the run was trained on, such as its validation file

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from qhyer.data import check as checks
 from qhyer.data import registry
-from qhyer.data.episodes import read_npz
+from qhyer.data.episodes import goal_columns, read_npz, stored_goal
 from qhyer.data.generate.runner import generate as run_generation
 from qhyer.errors import DataError, UserError
 from qhyer.storage import read_sealed_json
@@ -89,8 +89,9 @@ def info(name_or_path: str, /) -> int:
     goal: tuple[int, ...] = tuple(range(observations.shape[1]))
     if dataset is not None:
         goal = dataset.goal_indices
-    elif "goal_indices" in arrays:
-        goal = tuple(int(i) for i in np.ravel(arrays["goal_indices"]))
+    elif (stored := stored_goal(arrays)) is not None:
+        known = None if names is None else [str(name) for name in np.ravel(names)]
+        goal = goal_columns(stored, known, observations.shape[1])
 
     ends = np.flatnonzero(arrays["terminals"])
     lengths = np.diff(ends, prepend=-1)

@@ -15,7 +15,8 @@ The final state may be a goal and the next state of a transition; it is never th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ class Episodes:
         observations = np.ascontiguousarray(observations, dtype=np.float32)
         actions = np.ascontiguousarray(actions, dtype=np.float32)
         end_rows = np.flatnonzero(flags)
-        goal_indices = _goal_indices(goal, observation_names, observations.shape[1])
+        goal_indices = goal_columns(goal, observation_names, observations.shape[1])
         digest = hashlib.sha256()
         for array in (observations, actions, end_rows.astype(np.int64)):
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -129,15 +130,15 @@ class Episodes:
     ) -> Episodes:
         """Reads an npz in OGBench's layout (docs/data.md); a sidecar `NAME.json` beside it is verified."""
         arrays = read_npz(path)
-        if goal is None and "goal_indices" in arrays:
-            goal = [int(i) for i in arrays["goal_indices"]]
+        if goal is None:
+            goal = stored_goal(arrays)
         names = arrays.get("observation_names")
         return cls.from_arrays(
             arrays["observations"],
             arrays["actions"],
             arrays["terminals"],
             goal=goal,
-            observation_names=None if names is None else [str(n) for n in names],
+            observation_names=None if names is None else [str(n) for n in np.ravel(names)],
             name=name or Path(path).stem,
             device=device,
         )
@@ -187,16 +188,20 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
         raise UserError(f"no dataset at {path}; `qhyer data generate NAME` makes one, `qhyer data list` names them")
     sidecar = path.with_suffix(".json")
     if sidecar.is_file():
+        if b'"seal"' not in sidecar.read_bytes() and b"sha256" not in sidecar.read_bytes():
+            raise UserError(f"{sidecar} is not a sidecar this project wrote; rename it, it stands where one belongs")
         recorded = read_sealed_json(sidecar).get("sha256")
         if recorded != sha256_file(path):
             raise CorruptFile(
                 f"{path} is damaged or was changed: its SHA-256 is not the one in {sidecar.name}. "
                 "Generate it again, or delete the sidecar if you changed the data on purpose."
             )
+    if not zipfile.is_zipfile(path):
+        raise CorruptFile(f"{path} is not an npz file, or its end is missing; np.savez makes one (docs/data.md)")
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
-    except (ValueError, OSError, EOFError, KeyError, Exception) as error:  # zipfile raises many kinds
+    except Exception as error:  # zipfile and numpy raise many kinds
         raise CorruptFile(f"{path} cannot be read as npz: {error}") from error
     missing = {"observations", "actions", "terminals"} - set(arrays)
     if missing:
@@ -205,6 +210,18 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
             "terminals (N,) with 1 on each episode's last row"
         )
     return arrays
+
+
+def stored_goal(arrays: Mapping[str, np.ndarray]) -> list[int] | list[str] | None:
+    """The goal coordinates a file names itself (`goal_indices`: numbers, or names of observations), or None."""
+    if "goal_indices" not in arrays:
+        return None
+    values = np.ravel(arrays["goal_indices"])
+    if np.issubdtype(values.dtype, np.integer):
+        return [int(value) for value in values]
+    if values.dtype.kind == "U":
+        return [str(value) for value in values]
+    raise DataError(f"goal_indices holds {values.dtype}: give whole numbers, or names in observation_names")
 
 
 def _end_flags(ends: np.ndarray, rows: int) -> np.ndarray:
@@ -222,7 +239,7 @@ def _end_flags(ends: np.ndarray, rows: int) -> np.ndarray:
     )
 
 
-def _goal_indices(
+def goal_columns(
     goal: Sequence[int] | Sequence[str] | None, names: Sequence[str] | None, width: int
 ) -> tuple[int, ...]:
     if goal is None:

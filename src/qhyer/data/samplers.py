@@ -116,7 +116,7 @@ class WindowSampler:
             "actions": data.actions[rows],  # (B, K, d_a)
             "goals": data.observations[goal_rows],  # (B, d_s)
             "valid": valid,  # (B, K)
-            "reached": reached,  # (B,) 1 where the goal is this trajectory's own future
+            "reached": reached,  # (B,) 1 unless the goal was drawn at random
         }
         count = round(batch_size * config.context * config.flow_batch)
         if count:

@@ -1,0 +1,140 @@
+"""The commands a user types: the whole way on tiny data, and errors that say what to do, never a traceback."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qhyer import cli
+
+TINY = ["--agent.hidden", "16", "16", "--agent.batch-size", "8", "--device", "cpu"]
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(map(str, arguments)))
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch) -> Path:
+    """Somebody's own data: three episodes of forty rows, in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    generator = np.random.default_rng(0)
+    observations = np.cumsum(generator.normal(size=(120, 2)), 0).astype(np.float32)
+    ends = np.zeros(120, bool)
+    ends[39::40] = True
+    np.savez("mine.npz", observations=observations, actions=generator.uniform(-1, 1, (120, 2)), terminals=ends)
+    return tmp_path / "mine.npz"
+
+
+def test_own_data_the_whole_way(mine, capsys):
+    assert call("data", "check", "mine.npz") == 0
+    train = ["train", "gcbc", "mine.npz", "--goal", "0", "1", "--steps", "6", "--out", "run", *TINY]
+    assert call(*train, "--env", "pointmaze-medium-v0") == 0
+    assert call("eval", "run", "--episodes", "1", "--tasks", "3", "--workers", "0") == 0
+    assert "success" in capsys.readouterr().out
+    assert call("report", "run", "--out", "page") == 0
+    assert "gcbc" in (mine.parent / "page" / "index.html").read_text()
+    assert call(*train, "--env", "pointmaze-medium-v0") == 0  # finished: nothing to do
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_the_default_folder_of_own_data(mine, capsys):
+    assert call("train", "gcbc", mine, "--steps", "2", *TINY) == 0
+    (run,) = (mine.parent / "runs" / "mine").iterdir()
+    assert json.loads((run / "run.json").read_text())["data"]["path"] == str(mine)
+    assert call("train", "gcbc", mine, "--steps", "2", "--goal", "0", *TINY) == 0
+    assert len(list((mine.parent / "runs" / "mine").iterdir())) == 2  # another goal is another run
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["trian"], "did you mean train?"),
+        (["train", "--seed", "1", "gcbc", "mine.npz"], "agent and the dataset first"),
+        (["train", "gcbd", "mine.npz"], "did you mean gcbc?"),
+        (["train", "gcbc", "cube-singel-play"], "did you mean cube-single-play-v0"),
+        (["train", "gcbc", "absent.npz"], "no dataset at"),
+        (["train", "gcbc", "mine.npz", "--preset", "best"], "it has paper, demo"),
+        (["train", "gcbc", "mine.npz", "--goal", "x"], "no observation_names were given"),
+        (["train", "gcbc", "mine.npz", "--goal", "7"], "within 0..1"),
+        (["train", "gcbc", "mine.npz", "--steps", "0"], "steps must be at least 1"),
+        (["train", "gcbc", "mine.npz", "--log-every", "0"], "log_every must be at least 1"),
+        (["train", "gcbc", "mine.npz", "--device", "tpu"], "no device is called"),
+        (["train", "gcbc", "mine.npz", "--eval-every", "5"], "needs an environment"),
+        (["train", "gcbc", "mine.npz", "--out", "mine.npz"], "is a file"),
+        (["train", "qhyer", "mine.npz", "--agent.heads", "3"], "not a multiple of 3 heads"),
+        (["train", "qhyer", "mine.npz", "--agent.discount", "1"], "discount must be"),
+        (["train", "qhyer", "mine.npz", "--agent.expectile", "2"], "expectile must lie"),
+        (["eval", "absent"], "is not a run"),
+        (["eval"], "at least one run"),
+        (["report", "absent"], "absent"),
+        (["analyze", "nothing", "absent"], "nothing"),
+        (["data", "info", "absent.npz"], "absent.npz"),
+        (["data", "generate", "cube-octuple-play"], "no dataset is called"),
+    ],
+)
+def test_bad_input_gets_a_clear_error(mine, capsys, arguments, words):
+    assert call(*arguments) == 2
+    output = capsys.readouterr()
+    assert words in " ".join(output.err.split()), output.err
+    assert "Traceback" not in output.err + output.out
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--tasks", "9"], "has tasks 1 to 5, not 9"),
+        (["--episodes", "0"], "episodes must be at least 1"),
+        (["--shard", "0"], "shard must be at least 1"),
+        (["--workers", "-1"], "workers cannot be negative"),
+        (["--env", "CartPole-v1"], "no goal-reaching tasks"),
+        (["--env", "cube-single-v0"], "observations of 28 numbers"),
+        (["--device", "tpu"], "no device is called"),
+        (["--step", "3"], "no checkpoint of step 3"),
+    ],
+)
+def test_bad_evaluations(mine, capsys, arguments, words):
+    call("train", "gcbc", "mine.npz", "--steps", "2", "--out", "run", "--env", "pointmaze-medium-v0", *TINY)
+    assert call("eval", "run", *arguments) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_short_evaluation_does_not_replace_a_long_one(mine, capsys):
+    call("train", "gcbc", "mine.npz", "--steps", "2", "--out", "run", "--env", "pointmaze-medium-v0", *TINY)
+    assert call("eval", "run", "--episodes", "2", "--tasks", "3", "--workers", "0") == 0
+    rows = (mine.parent / "run" / "episodes.csv").read_text()
+    assert call("eval", "run", "--episodes", "1", "--tasks", "3", "--workers", "0") == 2
+    assert (mine.parent / "run" / "episodes.csv").read_text() == rows
+    assert call("eval", "run", "--episodes", "1", "--tasks", "3", "--workers", "0", "--overwrite") == 0
+    assert len((mine.parent / "run" / "episodes.csv").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("what", ["agents", "datasets", "presets", "analyses"])
+def test_list(what, capsys):
+    assert call("list", what) == 0
+    assert {"agents": "qhyer", "datasets": "puzzle-4x6", "presets": "paper", "analyses": "critic"}[
+        what
+    ] in capsys.readouterr().out
+
+
+def test_help_names_every_command(capsys):
+    assert call("--help") == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in cli.COMMANDS)
+
+
+def test_sigterm_ends_the_command_cleanly(mine):
+    command = [sys.executable, "-m", "qhyer", "train", "gcbc", "mine.npz", "--steps", "1000000", "--out", "run", *TINY]
+    process = subprocess.Popen([*command, "--log-every", "1"], stdout=subprocess.PIPE, text=True, cwd=mine.parent)
+    metrics = mine.parent / "run" / "metrics.jsonl"
+    while not metrics.exists() and process.poll() is None:
+        pass
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0 and "saved update" in output and "--resume continues" in output
