@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -66,6 +67,21 @@ def test_an_ablation_is_not_averaged_with_the_real_thing(tmp_path, make_run):
     make_run(tmp_path, "qhyer", 0, {1: [0, 0]}, name="ablated", config={"tau": 0.5})
     rows = [row for row in rows_of(tmp_path) if row.task == "overall"]
     assert [(row.variant, row.seeds, row.mean) for row in rows] == [("tau=0.5", 1, 0), ("tau=0.95", 2, 100)]
+
+
+def test_data_may_vary_with_the_seed_but_not_within_it(tmp_path, make_run):
+    """A seed may have data of its own; two sets of data for one seed are two experiments."""
+
+    def on(data: str, seed: int, name: str) -> None:
+        path = make_run(tmp_path, "qhyer", seed, {1: [1, 0]}, name=name) / "run.json"
+        info = json.loads(path.read_text())
+        path.write_text(json.dumps({**info, "data": {"fingerprint": data * 8}}))
+
+    on("aa", 0, "first")
+    on("bb", 1, "second")
+    assert [(row.variant, row.seeds) for row in rows_of(tmp_path) if row.task == "overall"] == [("", 2)]
+    on("cc", 0, "third")
+    assert len([row for row in rows_of(tmp_path) if row.task == "overall"]) == 3
 
 
 def test_what_must_be_known_before_comparing(tmp_path, make_run):

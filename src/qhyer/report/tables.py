@@ -126,6 +126,11 @@ def _variants(runs: Sequence[Run]) -> list[str]:
     known = [each for each in settings if each is not None]
     names = sorted({name for each in known for name in each})
     differing = [name for name in names if len({_text(each.get(name, MISSING)) for each in known}) > 1]
+    of_seed: dict[int, set[str]] = {}
+    for run, own in zip(runs, settings):
+        of_seed.setdefault(run.seed, set()).add(_text((own or {}).get("data", MISSING)))
+    if all(len(data) == 1 for data in of_seed.values()):  # each seed has data of its own: part of what a seed varies
+        differing = [name for name in differing if name != "data"]
     labels = []
     for own in settings:
         if own is None:  # rows from a bare CSV do not say their settings
