@@ -44,6 +44,18 @@ def test_own_data_the_whole_way(mine, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
 
+def test_a_goal_that_is_not_there(mine, capsys):
+    with np.load("mine.npz") as file:
+        np.savez("goal.npz", **file, goal_indices=np.array([0, 9]))
+        np.savez("text.npz", **file, goal_indices=np.array(["x"]))
+    for name, words in (("goal.npz", "within 0..1"), ("text.npz", "no observation_names were given")):
+        assert call("data", "check", name) == 1
+        assert words in " ".join(capsys.readouterr().out.split())
+        assert call("data", "info", name) == 2
+        assert call("train", "gcbc", name, "--steps", "2", *TINY) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_default_folder_of_own_data(mine, capsys):
     assert call("train", "gcbc", mine, "--steps", "2", *TINY) == 0
     (run,) = (mine.parent / "runs" / "mine").iterdir()

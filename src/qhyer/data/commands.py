@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ def check(path: Path, /) -> int:
         console.print(f"error [shape] {error}", markup=False)
         return 1
     problems = checks.find_problems(arrays["observations"], arrays["actions"], arrays["terminals"])
+    if not any(problem.code == "shape" for problem in problems):
+        try:
+            _stored_columns(arrays)
+        except UserError as error:
+            problems.append(checks.Problem("error", "goal", str(error)))
     if not problems:
         rows = len(arrays["observations"])
         console.print(f"{path}: nothing wrong in {rows} rows, {int(np.sum(arrays['terminals'] != 0))} episodes")
@@ -86,12 +92,11 @@ def info(name_or_path: str, /) -> int:
     console = Console(highlight=False, soft_wrap=True)
     dataset = registry.DATASETS.get(path.stem.removesuffix("-val"))
     names = arrays.get("observation_names")
-    goal: tuple[int, ...] = tuple(range(observations.shape[1]))
+    goal: tuple[int, ...]
     if dataset is not None:
         goal = dataset.goal_indices
-    elif (stored := stored_goal(arrays)) is not None:
-        known = None if names is None else [str(name) for name in np.ravel(names)]
-        goal = goal_columns(stored, known, observations.shape[1])
+    else:
+        goal = _stored_columns(arrays)
 
     ends = np.flatnonzero(arrays["terminals"])
     lengths = np.diff(ends, prepend=-1)
@@ -140,6 +145,13 @@ def list_() -> int:
         table.add_row(dataset.name, f"{dataset.episodes:,}", f"{rows:,}", str(len(dataset.goal_indices)), place)
     Console(highlight=False).print(table)
     return 0
+
+
+def _stored_columns(arrays: Mapping[str, np.ndarray]) -> tuple[int, ...]:
+    """The goal's columns as the file itself names them; all of them when it does not."""
+    names = arrays.get("observation_names")
+    known = None if names is None else [str(name) for name in np.ravel(names)]
+    return goal_columns(stored_goal(arrays), known, arrays["observations"].shape[1])
 
 
 def _locate(name_or_path: str) -> Path:
