@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from qhyer.agent import Agent, AgentConfig
 from qhyer.data.episodes import Episodes
 
 torch.set_num_threads(1)
+os.environ.setdefault("MUJOCO_GL", "disable")  # no screen, no warnings about it
 
 SMALL: dict[str, Any] = dict(
     batch_size=8,

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 # Threads that wait for work should sleep, not spin: on a shared machine spinning costs far more than it saves.
 # It must be set before torch is imported, hence here and not in the library.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Nothing here draws with the simulator's own renderer, and looking for one prints warnings where there is no screen.
+os.environ.setdefault("MUJOCO_GL", "disable")
 
 import tyro
 
