@@ -10,13 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from qhyer import bench, presets, runs
+from qhyer import presets, runs
 from qhyer.agents.qhyer import QHyerConfig
+from qhyer.bench import common
+from qhyer.bench.common import BenchRow, Ceilings
+from qhyer.bench.data import data
+from qhyer.bench.infer import Recompute, full_memory, infer, linear_floor, measure_acting
 from qhyer.data import registry
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
 
 TINY = QHyerConfig(context=4, width=16, layers=2, heads=2, encoder_width=8, encoder_layers=1, flow_blocks=1)
+
+CEILINGS = Ceilings(flops=1e9, bytes=1e9)
 
 
 def spec(dim: int = 3, actions: int = 2) -> DataSpec:
@@ -24,23 +30,73 @@ def spec(dim: int = 3, actions: int = 2) -> DataSpec:
 
 
 def test_sizes_come_from_the_environment() -> None:
-    made = bench.made_up_spec(registry.get("cube-single-play"))
+    made = common.made_up_spec(registry.get("cube-single-play"))
     assert (made.observation_dim, made.action_dim, made.goal_indices) == (28, 5, (19, 20, 21))
 
 
 def test_the_reference_without_a_cache_acts_the_same() -> None:
     agent = runs.build_agent("qhyer", TINY, spec(), seed=0).eval()
-    row = bench.measure_acting(agent, batch=2, seconds=0.0)
+    row = measure_acting(agent, 2, 0.0, CEILINGS)
     assert row.extra["recompute_difference"] < 1e-5
-    assert row.extra["calls"] >= bench.LEAST_ROUNDS
+    assert row.extra["calls"] >= common.LEAST_ROUNDS
     assert row.extra["speedup"] == pytest.approx(row.extra["recompute_ms"] / row.ms)
-    assert not isinstance(agent.decoder, bench.Recompute)  # put back
-    assert row.floor_ms is not None and row.gb is not None and row.gb > 0
+    assert not isinstance(agent.decoder, Recompute)  # put back
+    assert row.gb is not None and row.gb > 0
+
+
+def test_the_floor_of_acting_is_its_operations_or_its_bytes() -> None:
+    agent = runs.build_agent("gcbc", presets.resolve("gcbc", "paper", "x")[0], spec(), seed=0).eval()
+    row = measure_acting(agent, 8, 0.0, CEILINGS)
+    weights = sum(p.nbytes for p in agent.parameters())
+    flops = 2 * 8 * sum(m.weight.numel() for m in agent.modules() if isinstance(m, nn.Linear))
+    assert (row.extra["flops"], row.extra["bytes"]) == (flops, weights + 2 * 8 * 3 * 4)
+    assert row.floor_ms == pytest.approx(1e3 * max(flops / 1e9, row.extra["bytes"] / 1e9))
+    assert row.ratio == pytest.approx(row.ms / row.floor_ms)
+
+
+def test_operations_are_counted_backward_too() -> None:
+    a, b, c = (torch.randn(2, *s, requires_grad=True) for s in ((3, 4), (4, 5), (3, 5)))
+    for product in (lambda: torch.bmm(a, b), lambda: torch.baddbmm(c, a, b), lambda: a @ b):
+        assert common.count_flops(product) == 2 * 2 * 3 * 4 * 5
+        assert common.count_flops(lambda product=product: product().sum().backward()) == 3 * 2 * 2 * 3 * 4 * 5
+    layer = nn.Linear(4, 6)
+    assert common.count_flops(lambda: layer(a)) == 2 * 2 * 3 * 4 * 6
+    q, k = torch.randn(2, 2, 7, 8, requires_grad=True), torch.randn(2, 2, 9, 8, requires_grad=True)
+    attend = lambda: nn.functional.scaled_dot_product_attention(q, k, k)
+    assert common.count_flops(attend) == 2 * 2 * (2 * 7 * 9 * 8) * 2
+    assert common.count_flops(lambda: attend().sum().backward()) >= 3 * common.count_flops(attend)
+
+
+def test_parameters_read_are_counted_once_and_only_those() -> None:
+    net = nn.ModuleDict({"used": nn.Linear(3, 4), "unused": nn.Linear(3, 4)})
+    twice = lambda: (net["used"](torch.zeros(1, 3)), net["used"](torch.zeros(5, 3)))
+    assert common.parameter_bytes(net, twice) == 4 * (12 + 4)
+
+
+def test_ceilings_are_positive_and_medians_are_of_calls() -> None:
+    cpu = torch.device("cpu")
+    measured = Ceilings.measure(cpu, seconds=0.0)
+    assert measured.flops > 1e8 and measured.bytes > 1e7
+    assert measured.facts()["matrix_tflops"] == pytest.approx(measured.flops / 1e12)
+    calls: list[int] = []
+    assert common.time_ms(lambda: calls.append(1), cpu, 0.0, least=7) >= 0.0
+    assert len(calls) == common.WARMUP + 7
+
+
+def test_the_table_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [BenchRow("x", 4, 3.0, 1.5, None, {"speed": 1234.5}), BenchRow("y", 1, 2.0)]
+    common.show("title", rows, {"speed": "steps/s"})
+    common.write(tmp_path / "o.json", "x", {"device": "cpu"}, rows)
+    printed = capsys.readouterr().out
+    assert "2.00" in printed and "1234" in printed and "steps/s" in printed
+    written = json.loads((tmp_path / "o.json").read_text())
+    assert written["bench"] == "x" and written["device"] == "cpu"
+    assert {"name", "batch", "ms", "floor_ms", "gb"} <= set(written["rows"][0])
 
 
 def test_the_window_is_full() -> None:
     agent = runs.build_agent("qhyer", TINY, spec(), seed=0).eval()
-    memory = bench.full_memory(agent, torch.zeros(2, 3), torch.zeros(2, 3), TINY.context)
+    memory = full_memory(agent, torch.zeros(2, 3), torch.zeros(2, 3), TINY.context)
     assert memory is not None and memory["observations"].shape == (2, TINY.context - 1, 3)
 
 
@@ -49,14 +105,14 @@ def test_ablations_are_measured_too(options: dict[str, str]) -> None:
     from dataclasses import replace
 
     agent = runs.build_agent("qhyer", replace(TINY, **options), spec(), seed=0).eval()  # type: ignore[arg-type]
-    row = bench.measure_acting(agent, batch=1, seconds=0.0)
+    row = measure_acting(agent, 1, 0.0, CEILINGS)
     assert ("speedup" in row.extra) == (options.get("conditioning") != "none")  # one stage: nothing is saved
 
 
 def test_floor_runs_each_linear_layer_as_often_as_the_call() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     ran: list[tuple[int, ...]] = []
-    floor = bench.linear_floor(net, lambda: (net(torch.zeros(5, 3)), net(torch.zeros(1, 3))))
+    floor = linear_floor(net, lambda: (net(torch.zeros(5, 3)), net(torch.zeros(1, 3))))
     real = torch.nn.functional.linear
     try:
         torch.nn.functional.linear = lambda x, *rest: (ran.append(tuple(x.shape)), real(x, *rest))[1]  # type: ignore[assignment]
@@ -68,10 +124,10 @@ def test_floor_runs_each_linear_layer_as_often_as_the_call() -> None:
 
 def test_calls_take_turns() -> None:
     order: list[str] = []
-    first, second = bench.interleave(
+    first, second = common.interleave(
         [lambda: order.append("a"), lambda: order.append("b")], 0.0, torch.device("cpu"), least=4
     )
-    assert order == ["a", "b"] * (bench.WARMUP + 4)
+    assert order == ["a", "b"] * (common.WARMUP + 4)
     assert len(first) == len(second) == 4 and (first >= 0).all()
 
 
@@ -79,7 +135,7 @@ def test_infer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setattr(presets, "resolve", lambda *_: (TINY, []))
     before = torch.get_num_threads()
     out = tmp_path / "infer.json"
-    assert bench.infer(dataset="pointmaze-medium-navigate", batch=(1, 3), seconds=0.0, out=out) == 0
+    assert infer(dataset="pointmaze-medium-navigate", batch=(1, 3), seconds=0.0, out=out) == 0
     assert torch.get_num_threads() == before
     written = json.loads(out.read_text())
     assert [row["batch"] for row in written["rows"]] == [1, 3]
@@ -89,23 +145,23 @@ def test_infer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 
 def test_infer_of_an_agent_without_memory(tmp_path: Path) -> None:
     out = tmp_path / "infer.json"
-    assert bench.infer(agent="gcbc", batch=(1,), seconds=0.0, out=out) == 0
+    assert infer(agent="gcbc", batch=(1,), seconds=0.0, out=out) == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert row["ms"] > 0 and "speedup" not in row["extra"]
 
 
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(UserError, match="batch"):
-        bench.infer(batch=(0,))
+        infer(batch=(0,))
     with pytest.raises(UserError, match="threads"):
-        bench.infer(agent="gcbc", threads=0)
+        infer(agent="gcbc", threads=0)
     with pytest.raises(UserError, match="manipulation"):
-        bench.data(dataset="pointmaze-medium-navigate")
+        data(dataset="pointmaze-medium-navigate")
 
 
 def test_data_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "data.json"
-    assert bench.data(episodes=1, rows=20, out=out) == 0
+    assert data(episodes=1, rows=20, out=out) == 0
     written = json.loads(out.read_text())
     (row,) = written["rows"]
     assert row["extra"]["steps"] == 20

@@ -266,9 +266,14 @@ def _analyze(args: list[str]) -> int | None:
 
 
 def _bench(args: list[str]) -> int | None:
-    from qhyer import bench
+    from qhyer.bench.data import data
+    from qhyer.bench.infer import infer
 
-    return _subcommands("qhyer bench", args, {"infer": bench.infer, "data": bench.data})
+    benches: dict[str, Callable[..., int | None]] = {
+        "infer": infer,
+        "data": data,
+    }
+    return _subcommands("qhyer bench", args, benches)
 
 
 def _doctor(args: list[str]) -> int | None:

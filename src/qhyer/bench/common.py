@@ -1,0 +1,262 @@
+"""What benchmarks share: timing, the ceilings of the machine, counting, and reporting.
+
+Rivals take turns within one run, so that a machine whose speed drifts treats them alike; times are medians over
+single calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from qhyer import envs, runs
+from qhyer.data import registry
+from qhyer.data.episodes import DataSpec
+from qhyer.errors import UserError
+from qhyer.storage import write_json
+
+WARMUP = 3
+LEAST_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One measurement."""
+
+    name: str
+    batch: int
+    ms: float
+    """median of one call, in milliseconds"""
+    floor_ms: float | None = None
+    """what the unavoidable part of the work takes, from the same run"""
+    gb: float | None = None
+    """CUDA: peak of allocated memory; CPU: peak resident memory of the whole process"""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float | None:
+        """Times the floor."""
+        return self.ms / self.floor_ms if self.floor_ms else None
+
+
+# ---------------------------------------------------------------------------------------------------------- timing
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def interleave(
+    calls: Sequence[Callable[[], object]], seconds: float, device: torch.device, least: int = LEAST_ROUNDS
+) -> list[np.ndarray]:
+    """Calls them in turn for about this long -> per call, its times in milliseconds, from call to finished work."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(WARMUP):
+        for call in calls:
+            call()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < least:
+        for call, record in zip(calls, times):
+            synchronize(device)
+            begun = time.perf_counter()
+            call()
+            synchronize(device)
+            record.append(1e3 * (time.perf_counter() - begun))
+    return [np.asarray(record) for record in times]
+
+
+def time_ms(function: Callable[[], object], device: torch.device, seconds: float, least: int = LEAST_ROUNDS) -> float:
+    """Median time of a call alone; on CUDA by the device's own clock, which leaves the host's waiting out."""
+    if device.type != "cuda":
+        return float(np.median(interleave([function], seconds, device, least)[0]))
+    for _ in range(WARMUP):
+        function()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < least:
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        function()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
+    return float(np.median(times))
+
+
+def peak_gb(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    # Kilobytes on Linux, bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@contextlib.contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    if count < 1:
+        raise UserError(f"--threads must be at least 1, not {count}")
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# -------------------------------------------------------------------------------------------------------- ceilings
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype = torch.float32, seconds: float = 1.0) -> float:
+    """Floating-point operations a second of a large matrix product, under torch's present settings (TF32).
+
+    On random data: products of zeros draw less power, and a GPU that is not held back by its power runs faster.
+    """
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty(size, size, device=device, dtype=dtype)
+    return 2.0 * size**3 / (1e-3 * time_ms(lambda: torch.mm(a, b, out=out), device, seconds))
+
+
+def copy_rate(device: torch.device, seconds: float = 1.0) -> float:
+    """Bytes a second, read and written, of a copy far larger than any cache."""
+    source = torch.ones((1024 if device.type == "cuda" else 128) * 2**18, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * source.nbytes / (1e-3 * time_ms(lambda: target.copy_(source), device, seconds))
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine can do, measured."""
+
+    flops: float
+    """floating-point operations a second"""
+    bytes: float
+    """bytes a second"""
+
+    @classmethod
+    def measure(cls, device: torch.device, dtype: torch.dtype = torch.float32, seconds: float = 1.0) -> Ceilings:
+        return cls(matrix_rate(device, dtype, seconds), copy_rate(device, seconds))
+
+    def floor_ms(self, flops: float, bytes: float) -> float:
+        """The least time of work with this many operations on this many bytes: the two may overlap."""
+        return 1e3 * max(flops / self.flops, bytes / self.bytes)
+
+    def facts(self) -> dict[str, float]:
+        return {"matrix_tflops": self.flops / 1e12, "copy_gb_per_s": self.bytes / 1e9}
+
+
+# The attention that torch takes on a CPU has no entry in torch's own table.
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
+
+
+def count_flops(function: Callable[[], object]) -> int:
+    """Floating-point operations of a call: matrix products, convolutions and attention, backward passes included.
+
+    What is not a product (norms, scans, activations) counts nothing, and neither does a kernel that torch cannot see
+    into; causal attention counts in full.
+    """
+    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def parameter_bytes(module: nn.Module, function: Callable[[], object]) -> int:
+    """Bytes of the module's parameters that a call reads, each once."""
+    sizes = {p.data_ptr(): p.nbytes for p in module.parameters()}
+    read: set[int] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            for leaf in torch.utils._pytree.tree_leaves((args, kwargs or {})):
+                if isinstance(leaf, Tensor) and leaf.data_ptr() in sizes:
+                    read.add(leaf.data_ptr())
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        function()
+    return sum(sizes[pointer] for pointer in read)
+
+
+def made_up_spec(dataset: registry.Dataset) -> DataSpec:
+    """The sizes of a dataset, from its environment, with no data at hand."""
+    env = envs.make(dataset.environment)
+    dim, actions = env.observation_space.shape[0], env.action_space.shape[0]
+    env.close()
+    return DataSpec(dim, actions, dataset.goal_indices, (0.0,) * dim, (1.0,) * dim)
+
+
+# ------------------------------------------------------------------------------------------------------- reporting
+
+
+def machine(device: str) -> dict[str, Any]:
+    return {
+        "device": device,
+        "hardware": runs.hardware(device, torch.get_num_threads()),
+        "threads": torch.get_num_threads(),
+        "versions": runs.versions(),
+    }
+
+
+def figures(value: float | None) -> str:
+    """Three significant digits; nothing for nothing."""
+    if value is None:
+        return ""
+    digits = 2 - math.floor(math.log10(value)) if value > 0 else 2
+    return f"{value:.{max(0, min(digits, 3))}f}"
+
+
+def show(title: str, rows: Sequence[BenchRow], extra: dict[str, str] | None = None) -> None:
+    """A table: name, batch, time, floor, ratio and memory, and the named entries of `extra` with their headings."""
+    extra = extra or {}
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("bench")
+    for heading in ("batch", "median ms", "floor ms", "x floor", *extra.values(), "peak GB"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        values = [row.extra.get(key) for key in extra]
+        table.add_row(
+            row.name,
+            str(row.batch),
+            *(figures(value) for value in (row.ms, row.floor_ms, row.ratio)),
+            *(value if isinstance(value, str) else figures(value) for value in values),
+            figures(row.gb),
+        )
+    Console(highlight=False).print(table)
+
+
+def note(text: str) -> None:
+    Console(highlight=False).print(text, markup=False, soft_wrap=True)
+
+
+def write(out: Path | None, name: str, facts: dict[str, Any], rows: Sequence[BenchRow]) -> None:
+    """JSON: the facts of the machine and one object per row (name, batch, ms, floor_ms, gb, extra)."""
+    if out is None:
+        return
+    write_json(out, {"bench": name, **facts, "rows": [dataclasses.asdict(row) for row in rows]})
+    note(f"written: {out}")
