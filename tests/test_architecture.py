@@ -97,7 +97,9 @@ def test_no_agent_imports_another():
         assert not {i for i in other if not i.split(".")[-1].startswith("_")} - {"qhyer.agents"}, name
 
 
-@pytest.mark.parametrize("module", ["train", "evaluate", "checkpoint", "runs", "agent", "records", "envs"])
+@pytest.mark.parametrize(
+    "module", ["train", "update", "lane", "evaluate", "checkpoint", "runs", "agent", "records", "envs"]
+)
 def test_the_machinery_names_no_agent(module):
     """Neither an import nor a string: what is special to an agent is in its file."""
     path = MODULES[f"qhyer.{module}"]

@@ -117,8 +117,11 @@ class _TrainOptions:
 
     steps: int | None = None
     """updates; the preset's when not given"""
+    seeds: tuple[int, ...] = ()
+    """instead of --seed: train these together, a run for each, in less time than one after the other (docs/scale.md)"""
     out: Path | None = None
-    """the run's folder; runs/DATASET/AGENT-PRESET-sSEED-HASH when not given"""
+    """the run's folder, or with --seeds the folder of theirs (s0, s1 ...); when not given,
+    runs/DATASET/AGENT-PRESET-sSEED-HASH"""
     resume: bool = False
     """continue an unfinished run (on a CPU bit for bit)"""
     goal: tuple[str, ...] = ()
@@ -131,7 +134,7 @@ def _train(args: list[str]) -> int | None:
     from qhyer import agents, presets
     from qhyer.config import replace
     from qhyer.data import registry
-    from qhyer.train import Stopped, TrainConfig, train
+    from qhyer.train import Stopped, TrainConfig, train, train_seeds
 
     parser = argparse.ArgumentParser(
         prog="qhyer train",
@@ -176,22 +179,22 @@ def _train(args: list[str]) -> int | None:
             raise UserError("--goal is for your own npz; a registered dataset has its goal coordinates")
         goal = [int(g) if g.lstrip("-").isdigit() else g for g in options.goal]
         episodes = Episodes.load(path, goal=goal)
+    what = (known.agent, str(path) if path.suffix == ".npz" else name, config, options.train)
+    common: dict[str, Any] = dict(
+        preset=known.preset, resume=options.resume, episodes=episodes, environment=options.env
+    )
     try:
-        run = train(
-            known.agent,
-            str(path) if path.suffix == ".npz" else name,
-            config,
-            options.train,
-            preset=known.preset,
-            run=options.out,
-            resume=options.resume,
-            episodes=episodes,
-            environment=options.env,
-        )
+        if options.seeds:
+            if any(argument.split("=")[0] == "--seed" for argument in rest):
+                raise UserError("give either --seed or --seeds")
+            made = train_seeds(*what, options.seeds, out=options.out, **common)
+        else:
+            made = [train(*what, run=options.out, **common)]
     except Stopped as stopped:
         print(stopped, flush=True)
         return 0
-    print(f"run: {run}")
+    for run in made:
+        print(f"run: {run}")
     return 0
 
 

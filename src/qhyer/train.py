@@ -1,22 +1,22 @@
-"""One loop for every agent: sample, loss, backward, clip, step; log, evaluate, save; resume bit-exactly.
+"""One loop for every agent: update, log, evaluate, save; resume bit-exactly; several seeds take turns.
 
 Everything that decides the next update is in the checkpoint: weights, optimiser moments, the sampler's generator,
 torch's own generator (dropout, noise), the running sums of the metrics. Wall-clock times go to a file of their own,
-so that metrics.jsonl of an interrupted run equals that of an uninterrupted one.
+so that metrics.jsonl of an interrupted run equals that of an uninterrupted one. Seeds trained together share the
+dataset and the device and nothing else: each writes the run that it would have written alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,15 +25,17 @@ import torch
 from torch import Tensor
 
 from qhyer import checkpoint, runs
-from qhyer.agent import Agent, AgentConfig, Batch, Sampler, Stage
+from qhyer.agent import Agent, AgentConfig, Sampler, Stage
 from qhyer.config import fingerprint, to_dict
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
 from qhyer.errors import UserError, require
 from qhyer.evaluate import EvalConfig, evaluate, success_rate
+from qhyer.lane import Lane
 from qhyer.progress import Progress
 from qhyer.rng import stream_seed
 from qhyer.storage import atomic_file, write_json
+from qhyer.update import GraphedUpdate, Update, capture_for, is_capturable, random_generators
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class TrainConfig:
     eval_episodes: int = 10
     """episodes per task in those evaluations"""
     graph: bool = True
-    """on CUDA, capture the whole update in a graph"""
+    """on CUDA, capture the whole update in a graph; what cannot be captured runs without, and says so"""
     threads: int = 0
     """CPU threads; 0 chooses: one for small networks, whose products are too short to share, else torch's default"""
     tensorboard: bool = False
@@ -80,141 +82,6 @@ class Stopped(Exception):
 
 class NonFinite(UserError):
     """The loss became NaN or infinite; the message says where the batch was saved."""
-
-
-class Update:
-    """One gradient update of a stage. The order of its parts is the definition of a step.
-
-    Metrics are summed on the device as one vector, so that reading them costs nothing until a line is due.
-    """
-
-    def __init__(self, agent: Agent, stage: Stage, sampler: Sampler, precision: str, device: torch.device) -> None:
-        self.agent, self.stage, self.sampler, self.device = agent, stage, sampler, device
-        self.autocast = precision == "bf16"
-        self.parameters = [[p for group in o.param_groups for p in group["params"]] for o in stage.optimizers]
-        # Kept with the groups, and so in checkpoints: after a resume, or in a later stage, "lr" holds what the
-        # schedule made of it.
-        self.base_rates = [
-            [g.setdefault("initial_lr", float(g["lr"])) for g in o.param_groups] for o in stage.optimizers
-        ]
-        self.names: list[str] = []
-        self.sums: Tensor | None = None
-        self.count = 0
-        self.healthy: Tensor | None = None
-        self.rows: Batch = {}
-
-    def set_rates(self, step: int) -> None:
-        if self.stage.schedule is None:
-            return
-        factor = self.stage.schedule(step)
-        for optimizer, rates in zip(self.stage.optimizers, self.base_rates):
-            for group, rate in zip(optimizer.param_groups, rates):
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate * factor)
-                else:
-                    group["lr"] = rate * factor
-
-    def _watch(self, batch: Batch, finite: Tensor) -> None:
-        """Remembers the rows of the first batch whose loss or gradient is not finite (of the latest while all are)."""
-        rows = {name: value for name, value in batch.items() if not value.is_floating_point()}
-        if self.device.type == "cpu":
-            self.rows = rows
-            if not finite:
-                raise FloatingPointError  # before the weights are touched
-            return
-        if self.healthy is None:  # on a GPU nobody looks until a line or a checkpoint is due
-            self.healthy = torch.ones((), dtype=torch.bool, device=self.device)
-            self.rows = {name: value.clone() for name, value in rows.items()}
-        for name, value in rows.items():
-            self.rows[name].copy_(torch.where(self.healthy, value, self.rows[name]))
-        self.healthy.logical_and_(finite)
-
-    def check(self) -> None:
-        """Raises FloatingPointError if a loss or a gradient has not been finite."""
-        if self.healthy is not None and not self.healthy:
-            raise FloatingPointError
-
-    def compute(self) -> None:
-        """Sample, loss, backward, clip, step, metrics."""
-        batch = self.sampler.sample(self.stage.batch_size)
-        # No cache of casts: one made under no_grad (the Q tokens) would cut the gradient of the same weights later.
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast, cache_enabled=False):
-            loss, metrics = self.stage.loss(batch)
-        for optimizer in self.stage.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        clip = math.inf if self.stage.grad_clip is None else self.stage.grad_clip
-        norms = [torch.nn.utils.clip_grad_norm_(parameters, clip) for parameters in self.parameters]
-        metrics = {"loss": loss.detach(), **metrics, "grad_norm": torch.stack(norms).norm()}
-        self._watch(batch, torch.isfinite(metrics["loss"]) & torch.isfinite(metrics["grad_norm"]))
-        for optimizer in self.stage.optimizers:
-            optimizer.step()
-        if self.stage.after_step is not None:
-            self.stage.after_step()
-        values = torch.stack([value.detach().double() for value in metrics.values()])
-        if self.sums is None:
-            self.names, self.sums = list(metrics), torch.zeros_like(values)
-        self.sums += values
-
-    def __call__(self, step: int) -> None:
-        self.set_rates(step)
-        self.compute()
-        self.count += 1
-
-    def take_metrics(self) -> dict[str, float]:
-        """Means since the last call."""
-        if self.sums is None or self.count == 0:
-            return {}
-        means = dict(zip(self.names, (self.sums / self.count).tolist()))
-        self.sums.zero_()
-        self.count = 0
-        return means
-
-
-class GraphedUpdate(Update):
-    """The same update captured in a CUDA graph after a few eager ones: one launch instead of thousands."""
-
-    WARMUP = 3
-
-    def __init__(
-        self,
-        agent: Agent,
-        stage: Stage,
-        sampler: Sampler,
-        precision: str,
-        device: torch.device,
-        generator: torch.Generator,
-    ) -> None:
-        super().__init__(agent, stage, sampler, precision, device)
-        self.generator = generator
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.calls = 0
-        for optimizer in stage.optimizers:  # learning rates and step counts must live on the device
-            for group in optimizer.param_groups:
-                group["capturable"] = True
-                group["lr"] = torch.tensor(float(group["lr"]), device=device)
-
-    def __call__(self, step: int) -> None:
-        self.set_rates(step)
-        if self.graph is not None:
-            self.graph.replay()
-        elif self.calls < self.WARMUP:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self.compute()
-            torch.cuda.current_stream().wait_stream(side)
-        else:
-            for optimizer in self.stage.optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            graph = torch.cuda.CUDAGraph()
-            graph.register_generator_state(self.generator)
-            with torch.cuda.graph(graph):
-                self.compute()
-            self.graph = graph
-            graph.replay()
-        self.calls += 1
-        self.count += 1
 
 
 def default_run_dir(agent: str, preset: str, episodes: Episodes, config: AgentConfig, train: TrainConfig) -> Path:
@@ -284,64 +151,211 @@ def train(
 
     A finished run is left as it is. An unfinished one needs `resume`, so that nothing is overwritten by accident.
     """
-    device = runs.resolve_device(train_config.device)
+    (path,) = _train(
+        agent_name, dataset, config, [train_config], [run], preset, resume, episodes, environment, quiet, on_step
+    )
+    return path
+
+
+def train_seeds(
+    agent_name: str,
+    dataset: str,
+    config: AgentConfig,
+    train_config: TrainConfig,
+    seeds: Sequence[int],
+    *,
+    preset: str = "custom",
+    out: Path | None = None,
+    resume: bool = False,
+    episodes: Episodes | None = None,
+    environment: str | None = None,
+    quiet: bool = False,
+) -> list[Path]:
+    """`train` for several seeds at once: one dataset on the device, updates in turn, on CUDA side by side.
+
+    Each run is the one its seed would have made alone, in its own folder (OUT/sSEED where `out` is given). A seed whose
+    loss is not finite leaves the others to go on; the error is raised when they are done.
+    """
+    require(len(seeds) > 0 and len(set(seeds)) == len(seeds), "give each seed once, and at least one")
+    configs = [replace(train_config, seed=seed) for seed in seeds]
+    folders = [None if out is None else Path(out) / f"s{seed}" for seed in seeds]
+    return _train(agent_name, dataset, config, configs, folders, preset, resume, episodes, environment, quiet, None)
+
+
+def _train(
+    agent_name: str,
+    dataset: str,
+    config: AgentConfig,
+    configs: Sequence[TrainConfig],
+    folders: Sequence[Path | None],
+    preset: str,
+    resume: bool,
+    episodes: Episodes | None,
+    environment: str | None,
+    quiet: bool,
+    on_step: Callable[[int], None] | None,
+) -> list[Path]:
+    device = runs.resolve_device(configs[0].device)
     if episodes is None:
         episodes, _ = registry.load(dataset, device)
     else:
         episodes = episodes.to(device)
-    run = Path(run) if run is not None else default_run_dir(agent_name, preset, episodes, config, train_config)
-    if run.exists() and not run.is_dir():
-        raise UserError(f"{run} is a file; give a folder with --out")
-    folder = run / "checkpoints"
     registered = registry.DATASETS.get(episodes.name)
     environment = environment or (registered.environment if registered else None)
-    if train_config.eval_every and environment is None:
+    if configs[0].eval_every and environment is None:
         raise UserError("--eval-every needs an environment: name it with --env")
-    agent = runs.build_agent(agent_name, config, episodes.spec(), train_config.seed).to(device)
-    parameters = sum(p.numel() for p in agent.parameters())
-    threads = train_config.threads or (1 if parameters < SMALL else torch.get_num_threads())
     name = Path(sys.argv[0]).name
-    info = {
-        "agent": agent_name,
-        "preset": preset,
-        "dataset": episodes.name,
-        "environment": environment,
-        "seed": train_config.seed,
-        "config": to_dict(config),
-        "train": to_dict(train_config),
-        "data": {
-            "fingerprint": episodes.fingerprint,
-            "episodes": episodes.num_episodes,
-            "transitions": episodes.num_transitions,
-            "path": str(Path(dataset).resolve()) if dataset.endswith(".npz") else None,
-        },
-        "spec": to_dict(episodes.spec()),
-        "versions": runs.versions(),
-        "command": shlex.join(["qhyer" if name == "__main__.py" else name, *sys.argv[1:]]),
-        "hardware": runs.hardware(device, threads),
-        "parameters": parameters,
-    }
-    kept = checkpoint.steps(folder)
-    if kept and (run / "run.json").is_file():
-        _check_same_run(run, info)
-        if is_finished(run, config):
-            if not quiet:
-                print(f"{run} is finished ({kept[-1]} updates); nothing to do")
-            return run
-        if not resume:
-            raise UserError(
-                f"{run} holds an unfinished run at update {kept[-1]}: "
-                "continue it with --resume, or remove the folder to start again"
-            )
-    else:
-        write_json(run / "run.json", info)
-    loop = _Loop(run, agent, episodes, train_config, torch.device(device), environment, quiet, on_step)
+    command = shlex.join(["qhyer" if name == "__main__.py" else name, *sys.argv[1:]])
+    paths: list[Path] = []
+    loops: list[_Loop] = []
+    infos: list[dict[str, Any]] = []
+    for train_config, folder in zip(configs, folders):  # all are looked at before any is touched
+        run = Path(folder or default_run_dir(agent_name, preset, episodes, config, train_config))
+        if run.exists() and not run.is_dir():
+            raise UserError(f"{run} is a file; give a folder with --out")
+        agent = runs.build_agent(agent_name, config, episodes.spec(), train_config.seed).to(device)
+        parameters = sum(p.numel() for p in agent.parameters())
+        threads = train_config.threads or (1 if parameters < SMALL else torch.get_num_threads())
+        info = {
+            "agent": agent_name,
+            "preset": preset,
+            "dataset": episodes.name,
+            "environment": environment,
+            "seed": train_config.seed,
+            "config": to_dict(config),
+            "train": to_dict(train_config),
+            "data": {
+                "fingerprint": episodes.fingerprint,
+                "episodes": episodes.num_episodes,
+                "transitions": episodes.num_transitions,
+                "path": str(Path(dataset).resolve()) if dataset.endswith(".npz") else None,
+            },
+            "spec": to_dict(episodes.spec()),
+            "versions": runs.versions(),
+            "command": command,
+            "hardware": runs.hardware(device, threads),
+            "parameters": parameters,
+        }
+        paths.append(run)
+        if not _is_done(run, info, config, resume, quiet):
+            loops.append(_Loop(run, agent, episodes, train_config, torch.device(device), environment, on_step))
+            infos.append(info)
+    if loops:
+        for loop, info in zip(loops, infos):
+            if not loop.has_begun():
+                write_json(loop.run / "run.json", info)
+        with _torch_settings(threads, configs[0].precision, device):
+            _take_turns(loops, resume, f"{agent_name} on {episodes.name}", quiet)
+    return paths
+
+
+def _is_done(run: Path, info: dict[str, Any], config: AgentConfig, resume: bool, quiet: bool) -> bool:
+    """Whether there is nothing left to train; raises where a run must not be touched."""
+    kept = checkpoint.steps(run / "checkpoints")
+    if not kept or not (run / "run.json").is_file():
+        return False
+    _check_same_run(run, info)
+    if is_finished(run, config):
+        if not quiet:
+            print(f"{run} is finished ({kept[-1]} updates); nothing to do")
+        return True
+    if not resume:
+        raise UserError(
+            f"{run} holds an unfinished run at update {kept[-1]}: "
+            "continue it with --resume, or remove the folder to start again"
+        )
+    return False
+
+
+@contextlib.contextmanager
+def _torch_settings(threads: int, precision: str, device: str) -> Iterator[None]:
+    """What a training sets for the whole process, put back when it ends."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return loop.run_all(resume)
+        with _float32_products(precision) if device.startswith("cuda") else contextlib.nullcontext():
+            yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _float32_products(precision: str) -> Iterator[None]:
+    """With bf16, TF32 for the float32 products that remain (the flow's); otherwise float32 means float32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "bf16" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _take_turns(loops: Sequence[_Loop], resume: bool, description: str, quiet: bool) -> None:
+    """One update of each loop in turn until all are done. Each writes its own run; they share a bar and the signals."""
+    seeds = [loop.config.seed for loop in loops]
+    several = len(seeds) > 1
+    failures: dict[int, NonFinite] = {}
+    with _stop_on_signal() as stop:
+        for loop in loops:
+            loop.together = len(seeds)
+            with loop.lane.turn():
+                loop.begin(resume)
+        if several:
+            description += f", seeds {' '.join(map(str, seeds))}"
+        with Progress(description, loops[0].total, quiet, start=min(loop.step for loop in loops)) as progress:
+            board = _Board(progress, {loop.config.seed: loop.step for loop in loops})
+            turns = {loop.config.seed: (loop, loop.updates(board, stop)) for loop in loops}
+            while turns:
+                for seed, (loop, updates) in list(turns.items()):
+                    with loop.lane.turn():
+                        try:
+                            next(updates)
+                            continue
+                        except StopIteration:
+                            pass
+                        except NonFinite as error:
+                            failures[seed] = error
+                            board.note(seed, f"stopped at update {loop.step}: not finite")
+                    del turns[seed]
+                    board.leave(seed)
+    if failures and not several:
+        raise failures[seeds[0]]
+    saved = [(loop.config.seed, loop.step) for loop in loops if loop.step < loop.total]
+    saved = [(seed, step) for seed, step in saved if seed not in failures]
+    if failures:
+        lines = [f"{len(failures)} of {len(seeds)} seeds stopped", *(f"seed {s}: {e}" for s, e in failures.items())]
+        raise NonFinite("\n".join([*lines, *(f"seed {seed}: saved update {step}" for seed, step in saved)]))
+    if saved:
+        where = ", ".join(f"seed {seed}: {step}" for seed, step in saved) if several else str(saved[0][1])
+        raise Stopped(f"stopped; saved update {where} of {loops[0].total}; --resume continues")
+
+
+class _Board:
+    """One bar for all seeds: how far the last one is, and the mean of their latest values."""
+
+    def __init__(self, progress: Progress, steps: dict[int, int]) -> None:
+        self.progress, self.steps = progress, steps
+        self.several = len(steps) > 1
+        self.values: dict[int, dict[str, float]] = {}
+
+    def advance(self, seed: int, step: int) -> None:
+        self.steps[seed] = step
+        self.progress.advance(min(self.steps.values()))
+
+    def show(self, seed: int, step: int, values: dict[str, float]) -> None:
+        self.steps[seed], self.values[seed] = step, values
+        known = list(self.values.values())
+        if min(self.steps.values()) == step:  # the last of them
+            means = {name: sum(v.get(name, np.nan) for v in known) / len(known) for name in values}
+            self.progress.show(step, means)
+
+    def note(self, seed: int, text: str) -> None:
+        self.progress.note(f"seed {seed}: {text}" if self.several else text)
+
+    def leave(self, seed: int) -> None:
+        if len(self.steps) > 1:
+            self.steps.pop(seed)
+            self.values.pop(seed, None)
 
 
 def _check_same_run(run: Path, info: dict[str, Any]) -> None:
@@ -362,6 +376,8 @@ def _check_same_run(run: Path, info: dict[str, Any]) -> None:
 
 
 class _Loop:
+    """One run from here to its end. Everything but `__init__` happens inside its lane's turn."""
+
     def __init__(
         self,
         run: Path,
@@ -370,18 +386,19 @@ class _Loop:
         config: TrainConfig,
         device: torch.device,
         environment: str | None,
-        quiet: bool,
         on_step: Callable[[int], None] | None,
     ) -> None:
         self.run, self.agent, self.episodes, self.config, self.device = run, agent, episodes, config, device
-        self.environment, self.quiet, self.on_step = environment, quiet, on_step
+        self.environment, self.on_step = environment, on_step
         self.folder = run / "checkpoints"
         self.stages = agent.stages()
         self.total = sum(stage.steps for stage in self.stages)
         self.step = 0  # over all stages
+        self.together = 1  # seeds that take turns
         self.update: Update | None = None
         self.saved_metrics: tuple[list[str], Tensor, int] | None = None
         self.generator = torch.Generator(device=device)
+        self.lane = Lane(device, stream_seed(config.seed, "train"))  # dropout and noise
         self.seconds_before = 0.0
         self.writer: Any = None
 
@@ -428,49 +445,58 @@ class _Loop:
 
     # -------------------------------------------------------------------------------------------- loop
 
-    def run_all(self, resume: bool) -> Path:
+    def has_begun(self) -> bool:
+        return bool(checkpoint.steps(self.folder)) and (self.run / "run.json").is_file()
+
+    def begin(self, resume: bool) -> None:
         self.begun = time.perf_counter()
         checkpoint.clean(self.folder)
         self.generator.manual_seed(stream_seed(self.config.seed, "data"))
-        # torch's global generator serves dropout and noise; put back afterwards what the caller had.
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), _stop_on_signal() as stop:
-            torch.manual_seed(stream_seed(self.config.seed, "train"))
-            if resume and checkpoint.steps(self.folder):
-                self.restore()
-            else:
-                for name in ("metrics.jsonl", "timings.jsonl"):
-                    (self.run / name).unlink(missing_ok=True)
-            if self.config.tensorboard:
-                self.writer = _tensorboard(self.run, self.step)
-            description = f"{runs.read(self.run)['agent']} on {self.episodes.name}"
-            with Progress(description, self.total, self.quiet, start=self.step) as self.progress:
-                done = 0
-                for stage in self.stages:
-                    if self.step < done + stage.steps:
-                        self._run_stage(stage, done, stop)
-                    done += stage.steps
-                    if stop.is_set():
-                        break
-        if self.writer is not None:
-            self.writer.close()
-        if stop.is_set() and self.step < self.total:
-            raise Stopped(f"stopped; saved update {self.step} of {self.total}; --resume continues")
-        return self.run
+        if resume and checkpoint.steps(self.folder):
+            self.restore()
+        else:
+            for name in ("metrics.jsonl", "timings.jsonl"):
+                (self.run / name).unlink(missing_ok=True)
+        if self.config.tensorboard:
+            self.writer = _tensorboard(self.run, self.step)
+
+    def updates(self, board: _Board, stop: threading.Event) -> Iterator[None]:
+        """Trains, an update at a time, until the end or until `stop` is set; then everything is saved."""
+        self.board = board
+        done = 0
+        try:
+            for stage in self.stages:
+                if self.step < done + stage.steps:
+                    yield from self._run_stage(stage, done, stop)
+                done += stage.steps
+                if stop.is_set():
+                    return
+        finally:
+            if self.writer is not None:
+                self.writer.close()
+
+    def _note(self, text: str) -> None:
+        self.board.note(self.config.seed, text)
 
     def _make_update(self, stage: Stage, sampler: Sampler) -> Update:
-        precision = self.config.precision
-        if self.device.type == "cuda" and self.config.graph:
-            update: Update = GraphedUpdate(self.agent, stage, sampler, precision, self.device, self.generator)
+        capture = capture_for(self.device, self.generator) if self.config.graph else None
+        fixed = [type(optimizer).__name__ for optimizer in stage.optimizers if not is_capturable(optimizer)]
+        arguments = (self.agent, stage, sampler, self.config.precision, self.device)
+        if capture is not None and not fixed:
+            generators = random_generators(self.generator, self.device)
+            update: Update = GraphedUpdate(*arguments, capture, generators, self._note)
         else:
-            update = Update(self.agent, stage, sampler, precision, self.device)
+            update = Update(*arguments)
+            if capture is not None:
+                update.path = f"eager ({fixed[0]} has no capturable form)"
+                self._note(f"stage {stage.name} cannot be captured in a CUDA graph: {fixed[0]} has no capturable form")
         if self.saved_metrics is not None:  # sums since the last line, from the checkpoint
             update.names, update.sums, update.count = self.saved_metrics
             self.saved_metrics = None
         self.update = update
         return update
 
-    def _run_stage(self, stage: Stage, first: int, stop: threading.Event) -> None:
+    def _run_stage(self, stage: Stage, first: int, stop: threading.Event) -> Iterator[None]:
         sampler = stage.sampler.build(self.episodes, self.generator)
         update = self._make_update(stage, sampler)
         self.agent.train()
@@ -481,7 +507,8 @@ class _Loop:
             save = after == last or (self.config.save_every and after % self.config.save_every == 0)
             try:
                 update(self.step - first)
-                if log or save or stop.is_set():
+                stopping = stop.is_set()
+                if log or save or stopping:
                     update.check()  # a poisoned state is never saved
             except FloatingPointError:
                 self._dump_and_stop()
@@ -490,15 +517,16 @@ class _Loop:
                 self.on_step(self.step)
             if log:
                 self._log(stage)
-            self.progress.advance(self.step)
+            self.board.advance(self.config.seed, self.step)
             if self.step == last and stage.finish is not None:
                 stage.finish(self.episodes)
-            if save or stop.is_set():
+            if save or stopping:
                 self.save()
             if self.config.eval_every and self.step % self.config.eval_every == 0 and self.environment:
                 self._evaluate()
-            if stop.is_set():
+            if stopping:
                 return
+            yield
 
     def _log(self, stage: Stage) -> None:
         assert self.update is not None
@@ -509,11 +537,17 @@ class _Loop:
         with open(self.run / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": self.step, "stage": stage.name, **values}) + "\n")
         with open(self.run / "timings.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": self.step, "seconds": round(self.seconds, 3)}) + "\n")
+            file.write(json.dumps(self._timing()) + "\n")
         if self.writer is not None:
             for name, value in values.items():
                 self.writer.add_scalar(name, value, self.step)
-        self.progress.show(self.step, values)
+        self.board.show(self.config.seed, self.step, values)
+
+    def _timing(self) -> dict[str, Any]:
+        """Seconds, and what they depend on: how updates are run, and how many seeds share the device."""
+        assert self.update is not None
+        line = {"step": self.step, "seconds": round(self.seconds, 3), "update": self.update.path}
+        return line | ({"together": self.together} if self.together > 1 else {})
 
     def _dump_and_stop(self) -> None:
         """Save the row numbers of the offending batch, and say where."""
@@ -533,7 +567,7 @@ class _Loop:
         assert self.environment is not None
         results = evaluate(self.agent, self.environment, EvalConfig(episodes=self.config.eval_episodes))
         runs.save_evaluation(self.run, self.step, results, self.environment)
-        self.progress.note(f"update {self.step}: success {100 * success_rate(results):.1f} %")
+        self._note(f"update {self.step}: success {100 * success_rate(results):.1f} %")
 
 
 def _tensorboard(run: Path, step: int) -> Any:

@@ -1,0 +1,53 @@
+"""A run's own place on a device, so that several runs can take turns without touching one another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+class Lane:
+    """torch's global generators as this run left them and, on CUDA, a stream of its own.
+
+    Losses draw dropout and noise from torch's global generators. Whatever a run does, it does inside `turn()`: there
+    the global generators are the run's, afterwards they are again what the caller had.
+    """
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device = device
+        self.cpu_state = torch.Generator().manual_seed(seed).get_state()
+        if device.type == "cuda":
+            # A state object of its own rather than a copy of its numbers: a captured graph reads its offset from a
+            # tensor of that object, and two graphs in flight must not read the same one.
+            self.cuda_state = torch.Generator(device).manual_seed(seed)
+            self.stream = torch.cuda.Stream(device)
+            self.stream.wait_stream(torch.cuda.current_stream(device))  # data and weights are on their way there
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.cpu_state)
+        try:
+            with self._cuda_turn() if self.device.type == "cuda" else contextlib.nullcontext():
+                yield
+        finally:
+            self.cpu_state = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+    @contextlib.contextmanager
+    def _cuda_turn(self) -> Iterator[None]:
+        default = default_cuda_generator(self.device)
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(self.cuda_state)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            self.cuda_state = default.graphsafe_get_state()
+            default.graphsafe_set_state(before)
+
+
+def default_cuda_generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

@@ -1,0 +1,256 @@
+"""One gradient update: sample, loss, backward, clip, step; eager, or captured whole in a CUDA graph.
+
+Both give the same losses: on CUDA the optimisers use their capturable form either way, so that a graph that could
+not be captured costs speed and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qhyer.agent import Agent, Batch, Sampler, Stage
+from qhyer.lane import default_cuda_generator
+
+
+class Update:
+    """One gradient update of a stage. The order of its parts is the definition of a step.
+
+    Metrics are summed on the device as one vector, so that reading them costs nothing until a line is due.
+    """
+
+    def __init__(self, agent: Agent, stage: Stage, sampler: Sampler, precision: str, device: torch.device) -> None:
+        self.agent, self.stage, self.sampler, self.device = agent, stage, sampler, device
+        self.loss = stage.loss
+        self.autocast = precision == "bf16"
+        self.parameters = [[p for group in o.param_groups for p in group["params"]] for o in stage.optimizers]
+        # Kept with the groups, and so in checkpoints: after a resume, or in a later stage, "lr" holds what the
+        # schedule made of it.
+        self.base_rates = [
+            [g.setdefault("initial_lr", float(g["lr"])) for g in o.param_groups] for o in stage.optimizers
+        ]
+        if device.type == "cuda":
+            for optimizer in filter(is_capturable, stage.optimizers):
+                _keep_on_device(optimizer, device)
+        self.path = "eager"
+        """how updates are run, and why not otherwise: written beside the seconds they take"""
+        self.names: list[str] = []
+        self.sums: Tensor | None = None
+        self.count = 0
+        self.healthy: Tensor | None = None
+        self.rows: Batch = {}
+
+    def set_rates(self, step: int) -> None:
+        if self.stage.schedule is None:
+            return
+        factor = self.stage.schedule(step)
+        for optimizer, rates in zip(self.stage.optimizers, self.base_rates):
+            for group, rate in zip(optimizer.param_groups, rates):
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate * factor)
+                else:
+                    group["lr"] = rate * factor
+
+    def _watch(self, batch: Batch, finite: Tensor) -> None:
+        """Remembers the rows of the first batch whose loss or gradient is not finite (of the latest while all are)."""
+        rows = {name: value for name, value in batch.items() if not value.is_floating_point()}
+        if self.device.type == "cpu":
+            self.rows = rows
+            if not finite:
+                raise FloatingPointError  # before the weights are touched
+            return
+        if self.healthy is None:  # on a GPU nobody looks until a line or a checkpoint is due
+            self.healthy = torch.ones((), dtype=torch.bool, device=self.device)
+            self.rows = {name: value.clone() for name, value in rows.items()}
+        for name, value in rows.items():
+            self.rows[name].copy_(torch.where(self.healthy, value, self.rows[name]))
+        self.healthy.logical_and_(finite)
+
+    def check(self) -> None:
+        """Raises FloatingPointError if a loss or a gradient has not been finite."""
+        if self.healthy is not None and not self.healthy:
+            raise FloatingPointError
+
+    def drop_gradients(self) -> None:
+        for optimizer in self.stage.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def compute(self) -> None:
+        """Sample, loss, backward, clip, step, metrics."""
+        batch = self.sampler.sample(self.stage.batch_size)
+        # No cache of casts: one made under no_grad (the Q tokens) would cut the gradient of the same weights later.
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast, cache_enabled=False):
+            loss, metrics = self.loss(batch)
+        self.drop_gradients()
+        loss.backward()
+        clip = math.inf if self.stage.grad_clip is None else self.stage.grad_clip
+        norms = [torch.nn.utils.clip_grad_norm_(parameters, clip) for parameters in self.parameters]
+        metrics = {"loss": loss.detach(), **metrics, "grad_norm": torch.stack(norms).norm()}
+        self._watch(batch, torch.isfinite(metrics["loss"]) & torch.isfinite(metrics["grad_norm"]))
+        for optimizer in self.stage.optimizers:
+            optimizer.step()
+        if self.stage.after_step is not None:
+            self.stage.after_step()
+        values = torch.stack([value.detach().double() for value in metrics.values()])
+        if self.sums is None:
+            self.names, self.sums = list(metrics), torch.zeros_like(values)
+        self.sums += values
+
+    def __call__(self, step: int) -> None:
+        self.set_rates(step)
+        self.compute()
+        self.count += 1
+
+    def take_metrics(self) -> dict[str, float]:
+        """Means since the last call."""
+        if self.sums is None or self.count == 0:
+            return {}
+        means = dict(zip(self.names, (self.sums / self.count).tolist()))
+        self.sums.zero_()
+        self.count = 0
+        return means
+
+
+def is_capturable(optimizer: torch.optim.Optimizer) -> bool:
+    return all("capturable" in group for group in optimizer.param_groups)
+
+
+def _keep_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Learning rates and step counts as tensors there: a graph reads them at each replay."""
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+        group["lr"] = torch.tensor(float(group["lr"]), device=device)
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
+
+
+# ---------------------------------------------------------------------------------------------------- capturing
+
+
+class Capture(Protocol):
+    """Records what a function would do, without doing it, and returns what does it; raises if that cannot be."""
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]: ...
+
+
+class GraphedUpdate(Update):
+    """The same update, captured after a few eager ones: one launch instead of thousands.
+
+    What cannot be captured (a loss that reads a value back, say) goes on eagerly from the state before the attempt,
+    and `note` says so.
+    """
+
+    WARMUP = 3  # libraries set themselves up, optimisers make their moments: none of it may end up in the graph
+
+    def __init__(
+        self,
+        agent: Agent,
+        stage: Stage,
+        sampler: Sampler,
+        precision: str,
+        device: torch.device,
+        capture: Capture,
+        generators: Sequence[torch.Generator],
+        note: Callable[[str], None],
+    ) -> None:
+        super().__init__(agent, stage, sampler, precision, device)
+        self.capture, self.generators, self.note = capture, generators, note
+        self.replay: Callable[[], None] | None = None
+        self.calls = 0
+
+    def __call__(self, step: int) -> None:
+        self.set_rates(step)
+        if self.calls == self.WARMUP:
+            self._try_capture()
+        if self.replay is not None:
+            self.replay()
+        else:
+            self.compute()
+        self.calls += 1
+        self.count += 1
+
+    def _try_capture(self) -> None:
+        """Recording runs no kernel, so weights, moments and sums are safe; what Python changed is put back."""
+        generators = [_keep(generator) for generator in self.generators]
+        moments = [{p: dict(state) for p, state in o.state.items()} for o in self.stage.optimizers]
+        mine = dict(vars(self))
+        self.drop_gradients()  # the graph has its own, in its own memory
+        try:
+            self.replay = self.capture(self.compute)
+            self.path = "captured"
+        except Exception as error:
+            vars(self).update(mine)
+            self.drop_gradients()
+            for optimizer, state in zip(self.stage.optimizers, moments):
+                optimizer.state.clear()
+                optimizer.state.update(state)
+            for put_back in generators:
+                put_back()
+            reason = _first_cause(error)
+            self.path = f"eager ({reason})"
+            self.note(f"stage {self.stage.name} could not be captured in a CUDA graph, and goes on without: {reason}")
+
+
+def _keep(generator: torch.Generator) -> Callable[[], object]:
+    """How to put this generator back to where it is now."""
+    if (
+        generator.device.type == "cuda"
+    ):  # by another state object: the one in a broken capture stays marked as capturing
+        copy = generator.clone_state()
+        return lambda: generator.graphsafe_set_state(copy)
+    state = generator.get_state()
+    return lambda: generator.set_state(state)
+
+
+def _first_cause(error: BaseException) -> str:
+    """The first line of what went wrong first: a broken capture complains again when it is closed."""
+    while error.__context__ is not None:
+        error = error.__context__
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def random_generators(sampler: torch.Generator, device: torch.device) -> list[torch.Generator]:
+    """All that an update may draw from."""
+    return [sampler, torch.default_generator, *([default_cuda_generator(device)] if device.type == "cuda" else [])]
+
+
+def capture_for(device: torch.device, sampler: torch.Generator) -> Capture | None:
+    """What captures on this device, if anything does."""
+    return CudaCapture(device, sampler) if device.type == "cuda" else None
+
+
+class CudaCapture:
+    """Records on the current stream, which must not be the default one."""
+
+    abandoned: list[torch.cuda.CUDAGraph] = []  # noqa: RUF012
+
+    def __init__(self, device: torch.device, sampler: torch.Generator) -> None:
+        self.device, self.sampler = device, sampler
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.sampler)  # torch's own generator is there already
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(self.device)):
+                work()
+        except BaseException:
+            self._abandon(graph, pool)
+            raise
+        return graph.replay
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+        """A capture that CUDA broke off leaves the allocator waiting for its end, through a pointer to the graph."""
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        try:
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
+        except RuntimeError:
+            return  # only Python raised: the capture has ended in order
+        self.abandoned.append(graph)

@@ -1,0 +1,121 @@
+"""An update that cannot be captured trains as if nobody had tried; one that can be, trains the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from test_train import assert_same, stop_at
+
+from qhyer import agents
+from qhyer import train as training
+from qhyer.train import TrainConfig, train
+from qhyer.update import GraphedUpdate, is_capturable
+
+CPU = TrainConfig(device="cpu", log_every=2, save_every=3, keep=10, threads=1)
+
+
+def as_if_captured(device, sampler):
+    """Nothing is recorded; `replay` does the work anew."""
+    return lambda work: work
+
+
+class Refused:
+    """Goes through the motions of an update, as recording does, and complains again when it is closed, as CUDA does."""
+
+    recording = False
+
+    def __init__(self, device, sampler):
+        pass
+
+    def __call__(self, work):
+        Refused.recording = True
+        try:
+            work()
+        finally:
+            Refused.recording = False
+            self.close()
+
+    def close(self):
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def reading_back(loss):
+    """A loss with dropout-like draws that reads its value, which CUDA forbids while it records."""
+
+    def wrapped(self, batch):
+        torch.rand(3)
+        total, metrics = loss(self, batch)
+        if Refused.recording:
+            for parameter in self.parameters():  # gradients from the graph's own memory
+                parameter.grad = torch.full_like(parameter, torch.nan)
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore about it")
+        return total, metrics
+
+    return wrapped
+
+
+def timings(run):
+    return [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", agents.names())
+@pytest.mark.parametrize("stops", [False, True], ids=["whole", "resumed"])
+def test_a_refused_capture_changes_nothing(name, stops, tiny_config, point_world, tmp_path, monkeypatch, capsys):
+    cls = agents.load(name)
+    monkeypatch.setattr(cls, "loss", reading_back(cls.loss))
+    # A running scale moves when a loss is computed; recording would not move it.
+    config = tiny_config(name, **({"conditioning": "rtg"} if name == "qhyer" else {}))
+    options = dict(episodes=point_world)
+    plain = train(name, "x", config, replace(CPU, graph=False), run=tmp_path / "plain", quiet=True, **options)
+    monkeypatch.setattr(training, "capture_for", Refused)
+    if stops:
+        with pytest.raises(KeyboardInterrupt):
+            train(name, "x", config, CPU, run=tmp_path / "run", quiet=True, on_step=stop_at(6), **options)
+        capsys.readouterr()
+    run = train(name, "x", config, CPU, run=tmp_path / "run", resume=stops, **options)
+    assert_same(plain, run)
+    said = capsys.readouterr().out
+    assert said.count("could not be captured in a CUDA graph, and goes on without") == 1
+    assert "RuntimeError: CUDA error: operation not permitted when stream is capturing" in said
+    assert timings(run)[0]["update"] == "eager" and timings(plain)[-1]["update"] == "eager"
+    assert timings(run)[-1]["update"].startswith("eager (RuntimeError: CUDA error: operation not permitted")
+
+
+@pytest.mark.parametrize("name", agents.names())
+def test_a_captured_update_is_the_eager_one(name, tiny_config, point_world, tmp_path, monkeypatch):
+    """Warm-up, the first replay, metrics and checkpoints fall on the same updates."""
+    plain = train(name, "x", tiny_config(name), CPU, run=tmp_path / "plain", quiet=True, episodes=point_world)
+    monkeypatch.setattr(training, "capture_for", as_if_captured)
+    run = train(name, "x", tiny_config(name), CPU, run=tmp_path / "run", quiet=True, episodes=point_world)
+    assert_same(plain, run)
+    assert [line["update"] for line in timings(run)] == ["eager", *["captured"] * (len(timings(run)) - 1)]
+    assert GraphedUpdate.WARMUP == 3
+
+
+def test_an_optimiser_without_a_capturable_form_is_said(tiny_config, point_world, tmp_path, monkeypatch, capsys):
+    cls = agents.load("gcbc")
+    made = cls.__init__
+
+    def with_sgd(self, config, spec):
+        made(self, config, spec)
+        self.optimizer = torch.optim.SGD(self.actor.parameters(), lr=1e-3)
+
+    monkeypatch.setattr(cls, "__init__", with_sgd)
+    monkeypatch.setattr(training, "capture_for", as_if_captured)
+    run = train("gcbc", "x", tiny_config("gcbc"), CPU, run=tmp_path / "run", episodes=point_world)
+    assert "SGD has no capturable form" in capsys.readouterr().out
+    assert timings(run)[-1]["update"] == "eager (SGD has no capturable form)"
+
+
+def test_every_agent_s_optimisers_can_be_captured(tiny_agent):
+    for name in agents.names():
+        assert all(is_capturable(o) for stage in tiny_agent(name).stages() for o in stage.optimizers), name
+
+
+def test_no_graph_is_tried_where_none_is_asked_for(tiny_config, point_world, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "capture_for", lambda *_: pytest.fail("asked for"))
+    options = replace(CPU, graph=False)
+    train("gcbc", "x", tiny_config("gcbc"), options, run=tmp_path, episodes=point_world, quiet=True)
