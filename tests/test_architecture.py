@@ -60,16 +60,19 @@ ALLOWED = {  # package -> what it may import of ours, besides itself
     "progress": (),
     "config": ("errors",),
     "storage": ("errors",),
-    "losses": (),
+    "distributed": ("errors",),
+    "losses": ("distributed",),
     "nn": ("losses",),
     "data": FOUNDATION,
     "envs": ("errors", "rng"),
     "agent": ("data", "errors"),
-    "agents": ("agent", "nn", "losses", "data", "config", "errors"),
+    "agents": ("agent", "nn", "losses", "distributed", "data", "config", "errors"),
     "presets": ("agents", "agent", "config", "errors"),
     "records": ("storage", "errors"),
     "checkpoint": ("storage", "errors"),
-    "evaluate": ("agent", "envs", "rng", "errors", "records", "config"),
+    "rollout": ("envs", "errors"),
+    "policy": ("agent",),
+    "evaluate": ("agent", "policy", "rollout", "rng", "errors", "records", "config"),
     "report": (*FOUNDATION, "records"),
 }
 
@@ -98,7 +101,7 @@ def test_no_agent_imports_another():
 
 
 @pytest.mark.parametrize(
-    "module", ["train", "update", "lane", "evaluate", "checkpoint", "runs", "agent", "records", "envs"]
+    "module", ["train", "update", "lane", "distributed", "evaluate", "checkpoint", "runs", "agent", "records", "envs"]
 )
 def test_the_machinery_names_no_agent(module):
     """Neither an import nor a string: what is special to an agent is in its file."""
@@ -133,7 +136,8 @@ def test_networks_need_torch_alone():
 
 def test_environments_are_imported_where_they_are_made():
     """Training on one's own data must not need a simulator: no import of one at the top of any core module."""
-    core = ("agent", "agents", "nn", "losses", "presets", "train", "evaluate", "checkpoint", "runs", "envs", "records")
+    core = ("agent", "agents", "nn", "losses", "presets", "train", "checkpoint", "runs", "records")
+    core += ("evaluate", "policy", "rollout", "envs")
     heavy = {"ogbench", "gymnasium", "mujoco", "dm_control", "matplotlib", "triton", "zuko", "scipy", "tensorboard"}
     for module in [*members(*core), *members("data.episodes", "data.goals", "data.samplers", "data.registry")]:
         assert not {i.split(".")[0] for i in imports(MODULES[module], everywhere=False)} & heavy, module
@@ -149,6 +153,11 @@ def test_importing_an_agent_needs_no_optional_package():
     loaded = loaded_after("import qhyer.agents.qhyer, qhyer.train, qhyer.evaluate")
     assert "torch" in loaded
     assert not loaded & {"triton", "matplotlib", "ogbench", "gymnasium", "mujoco", "zuko", "scipy", "tensorboard"}
+
+
+def test_a_worker_that_steps_environments_needs_no_torch():
+    loaded = loaded_after("import qhyer.rollout")
+    assert "numpy" in loaded and not loaded & {"torch", "rich", "tyro", "gymnasium"}
 
 
 def test_importing_the_report_needs_no_torch():

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import csv
-import multiprocessing
-import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from test_policy import again
 
 from qhyer import envs, runs
 from qhyer import evaluate as evaluation
 from qhyer.agent import Agent, AgentConfig
 from qhyer.data.episodes import DataSpec, Episodes
 from qhyer.errors import UserError
-from qhyer.evaluate import EpisodeSpec, EvalConfig, ShardRunner, evaluate, plan, success_rate
+from qhyer.evaluate import EvalConfig, evaluate, plan, success_rate
+from qhyer.policy import GraphedPolicy
 from qhyer.records import EpisodeRow, add_rows, read_rows
 from qhyer.rng import global_numpy, numpy_stream, stream_seed
+from qhyer.rollout import EpisodeSpec, ShardRunner, Workers
 from qhyer.train import TrainConfig, train
 
 MAZE = "pointmaze-medium-v0"
@@ -121,7 +124,7 @@ def test_episodes_of_a_shard_run_together_and_leave_when_done(straight, referenc
 def test_memory_stays_with_its_episode(straight, reference):
     """One episode alone gives what it gave within its shard: neighbours that end take nothing along."""
     for row in reference[:3]:
-        alone = evaluation.ShardRunner(MAZE)
+        alone = ShardRunner(MAZE)
         observation, goal = alone.reset([row[0]])
         memory, trail, ended = None, [observation[0]], False
         while not ended:
@@ -137,18 +140,76 @@ def test_memory_stays_with_its_episode(straight, reference):
 
 def test_a_worker_outlives_the_signals_that_end_a_job_and_not_its_parent():
     """SIGTERM and SIGINT reach a whole job: the parent, which saves, must not find its workers dead."""
-    with evaluation._workers(MAZE, 1) as (connection,):
-        (process,) = multiprocessing.active_children()
-        connection.send(("reset", [EpisodeSpec(1, 0, 5)]))
-        assert connection.poll(60)
-        first, _ = connection.recv()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(process.pid, number)
-        connection.send(("reset", [EpisodeSpec(1, 0, 5)]))
-        assert connection.poll(60)
-        assert np.array_equal(connection.recv()[0], first)
-    process.join(timeout=60)
-    assert process.exitcode == 0  # it was told to stop, or saw the pipe close
+    with Workers(MAZE, 1) as pool:
+        assert (pool.about().tasks, pool.about().observation_dim) == (5, 2)
+        (connection,) = pool.connections
+        firsts = []
+        for signals in ((), (signal.SIGTERM, signal.SIGINT)):
+            for number in signals:
+                pool.process.send_signal(number)
+            connection.send(("reset", 0, [EpisodeSpec(1, 0, 5)]))
+            assert connection.poll(60)
+            slot, (observation, _) = connection.recv()
+            firsts.append(observation)
+        assert slot == 0 and np.array_equal(*firsts)
+    assert pool.process.returncode == 0  # it was told to stop, or saw the pipe close
+
+
+def test_workers_end_with_the_one_who_asks():
+    """No farewell: the pipes close, as when the parent is killed; all processes, forked ones too, are gone."""
+    pool = Workers(MAZE, 3).__enter__()
+    pool.about()
+    tasks = Path(f"/proc/{pool.process.pid}/task/{pool.process.pid}/children")
+    children = [int(pid) for pid in tasks.read_text().split()] if tasks.exists() else []
+    for connection in pool.connections:
+        connection.close()
+    assert pool.process.wait(timeout=60) == 0  # the first waits for the others
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def test_a_dead_worker_is_an_error_and_not_a_wait(straight):
+    with Workers(MAZE, 2) as pool, pytest.raises(RuntimeError, match="died"):
+        pool.about()
+        pool.process.kill()  # the first of the two; the other lives on until its pipe closes
+        evaluate(straight, MAZE, FEW, workers=pool)
+
+
+def test_an_unknown_environment_is_the_users_error_in_a_worker_too(straight):
+    for workers in (0, 1):
+        with pytest.raises(UserError, match="no environment is called"):
+            evaluate(straight, "pointmaze-tiny-v0", FEW, workers=workers)
+
+
+def test_workers_serve_one_evaluation_after_another(straight, reference):
+    with Workers(MAZE, 2) as pool:
+        for _ in range(2):
+            assert summary(evaluate(straight, MAZE, FEW, workers=pool)) == reference
+
+
+@pytest.mark.parametrize("workers, shards, sizes", [(16, 16, [2] * 8), (2, 16, [1, 1]), (16, 4, [8, 8]), (5, 1, [5])])
+def test_workers_share_shards_where_shards_are_few(workers, shards, sizes):
+    groups = evaluation.crews(list(range(workers)), shards)
+    assert [len(group) for group in groups] == sizes and [w for group in groups for w in group] == list(range(workers))
+
+
+def test_workers_import_no_torch():
+    code = "import sys, qhyer.rollout as r; r.Stepper('cube-single-v0'); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+# ---------------------------------------------------------------------------------------------- graphs and fixed rows
+
+
+def test_a_batch_of_fixed_size_gives_the_same_episodes(straight, reference, monkeypatch):
+    """As on CUDA: rows of ended episodes stay, and a short shard is filled up."""
+    monkeypatch.setattr(evaluation, "graphed", lambda agent, device: GraphedPolicy(agent, again))
+    results = evaluate(straight, MAZE, FEW, workers=0)
+    assert set(straight.calls) == {FEW.shard}
+    for (spec, success, length, goal, trail), expected in zip(summary(results), reference):
+        assert (spec, success, length, goal) == expected[:4]
+        np.testing.assert_allclose(
+            np.frombuffer(trail, np.float32), np.frombuffer(expected[4], np.float32), rtol=0, atol=1e-4
+        )
 
 
 def test_success_is_the_final_one():
@@ -211,6 +272,48 @@ def test_episodes_repeat_whatever_the_environment_did_before(environment):
         observation, goal = runner.reset([EpisodeSpec(1, 0, seed)])
         trails.append(np.stack([observation[0], goal[0], *(runner.step(action)[0][0] for action in actions)]))
     assert np.array_equal(trails[0], trails[2]) and not np.array_equal(trails[0], trails[1])
+
+
+@pytest.mark.parametrize("environment", [MAZE, "cube-single-v0", "scene-v0", "puzzle-3x3-v0"])
+def test_a_copy_is_as_good_as_a_new_environment(environment):
+    """Bit for bit, while its original and a second copy live other lives in between."""
+    original, new = envs.make(environment), envs.make(environment)
+    copies = [envs.copy_of(original), envs.copy_of(original)]
+    rng = np.random.default_rng(0)
+    for task in (1, 2):
+        for i, env in enumerate((original, copies[1])):
+            envs.seeded_reset(env, 50 + i, 3 + i)
+        starts = [envs.seeded_reset(env, 7, task) for env in (copies[0], new)]
+        assert all(np.array_equal(a, b) for a, b in zip(*starts))
+        for _ in range(25):
+            for env in (original, copies[1]):
+                env.step(rng.uniform(-1, 1, env.action_space.shape).astype(np.float32))
+            action = rng.uniform(-1, 1, new.action_space.shape).astype(np.float32)
+            (a, *ends_a, info_a), (b, *ends_b, info_b) = (env.step(action) for env in (copies[0], new))
+            assert np.array_equal(a, b) and ends_a == ends_b and info_a["success"] == info_b["success"]
+
+
+@pytest.mark.parametrize("environment", ["cube-single-v0", "cube-double-v0", "puzzle-3x3-v0", "scene-v0"])
+def test_what_copies_share_is_only_painted(environment):
+    """Copies share a model where episodes change nothing in it but colours."""
+    env = envs.make(environment)
+    model = envs.copy_of(env).unwrapped._model
+    if environment == "scene-v0":
+        assert model is not env.unwrapped._model
+        return
+    assert model is env.unwrapped._model
+
+    def content() -> dict[str, bytes]:
+        names = [name for name in dir(model) if not name.startswith("_") and not name.endswith("rgba")]
+        return {n: getattr(model, n).tobytes() for n in names if isinstance(getattr(model, n), np.ndarray)}
+
+    before = content()
+    rng = np.random.default_rng(0)
+    for task in range(1, envs.num_tasks(env) + 1):
+        envs.seeded_reset(env, task, task)
+        for _ in range(10):
+            env.step(rng.uniform(-1, 1, env.action_space.shape).astype(np.float32))
+    assert content() == before
 
 
 def test_named_streams():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import warnings
 from collections.abc import Iterator
@@ -25,6 +26,41 @@ def make(environment: str) -> Any:
         return gymnasium.make(environment, disable_env_checker=True)
     except gymnasium.error.Error as error:
         raise UserError(f"no environment is called {environment!r}: {error}") from error
+
+
+def copy_of(env: Any) -> Any:
+    """Another environment like this one, to be reset before use; nothing that is simulated is shared.
+
+    A manipulation environment takes most of a second to make (its XML is built and compiled twice); a copy takes
+    milliseconds, and spares 90 MB of meshes.
+    """
+    if not hasattr(env.unwrapped, "_mjcf_model"):
+        return make(env.spec.id)
+    import mujoco
+    from dm_control import mjcf  # type: ignore[import-untyped]
+
+    original = env.unwrapped
+    if original._never_compiled:
+        seeded_reset(env, 0, 1)
+    # A scene moves marks in its model; the others only paint it, and stepping knows no colours.
+    paints_only = not hasattr(original, "_drawer_target_site_id")
+    model = original._model if paints_only else copy.copy(original._model)
+    replaced = {
+        id(original._model): model,
+        id(original._data): mujoco.MjData(model),
+        id(original._ik._model): original._ik._model,
+        id(original._ik._data): mujoco.MjData(original._ik._model),
+    }
+
+    def share(value: Any) -> None:
+        if isinstance(value, mjcf.Element):  # the source of the model, not read again after compilation
+            replaced[id(value)] = value
+        elif isinstance(value, list | tuple):
+            for item in value:
+                share(item)
+
+    share(list(vars(original).values()))
+    return copy.deepcopy(env, replaced)
 
 
 def num_tasks(env: Any) -> int:

@@ -1,30 +1,30 @@
 """Evaluation on OGBench's protocol: every task, a number of episodes each, deterministic policy, final success.
 
 The result is a function of the weights and the seed alone. Episodes are dealt into fixed shards; a shard's
-episodes run in lock-step in one process while the policy, here, acts on the shard as one batch. Which process
-steps which shard, and how many there are, changes nothing: batches, seeds and order within a shard stay the same.
-While the policy serves one shard, workers step the others.
+episodes run in lock-step, and the policy, here, acts on the shard as one batch. Which processes step a shard's
+environments, and how many there are, changes nothing: batches, seeds and order within a shard stay the same.
+While the policy serves one shard, workers step the others: each group of workers has two shards under way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from qhyer import envs
 from qhyer.agent import Agent, Memory
 from qhyer.errors import require
+from qhyer.policy import GraphedPolicy
 from qhyer.rng import stream_seed
+from qhyer.rollout import EpisodeSpec, Workers
+
+Policy = Callable[[Tensor, Tensor, Memory | None], tuple[Tensor, Memory | None]]
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,6 @@ class EvalConfig:
         require(self.episodes >= 1, "episodes must be at least 1")
         require(self.shard >= 1, "shard must be at least 1")
         require(self.record >= 0, "record cannot be negative")
-
-
-@dataclass(frozen=True)
-class EpisodeSpec:
-    task: int
-    episode: int
-    seed: int
 
 
 @dataclass
@@ -79,83 +72,74 @@ def plan(config: EvalConfig, environment: str, tasks: int) -> list[list[EpisodeS
     return [specs[i : i + config.shard] for i in range(0, len(specs), config.shard)]
 
 
-class ShardRunner:
-    """Steps the episodes of one shard together. Environments are made once and used again for later shards."""
-
-    def __init__(self, environment: str) -> None:
-        self.environment = environment
-        self.pool: list[Any] = []
-
-    def reset(self, specs: list[EpisodeSpec]) -> tuple[np.ndarray, np.ndarray]:
-        while len(self.pool) < len(specs):
-            self.pool.append(envs.make(self.environment))
-        starts = [envs.seeded_reset(env, spec.seed, spec.task) for env, spec in zip(self.pool, specs)]
-        self.active = list(range(len(specs)))
-        return np.stack([s for s, _ in starts]), np.stack([g for _, g in starts])
-
-    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """One step of the episodes still running -> their observations, whether they ended, whether they succeeded."""
-        observations, ended, success = [], [], []
-        for i, action in zip(self.active, actions):
-            observation, _, terminated, truncated, info = self.pool[i].step(action)
-            observations.append(np.asarray(observation, dtype=np.float32))
-            ended.append(bool(terminated or truncated))
-            success.append(bool(info["success"]))
-        self.active = [i for i, done in zip(self.active, ended) if not done]
-        return np.stack(observations), np.asarray(ended), np.asarray(success)
-
-
-def _worker(connection: Connection, environment: str) -> None:
-    """A process that resets and steps shards on request, until told to stop."""
-    # Batch systems signal every process of a job. The parent decides what to do about it; a worker ends when the
-    # parent says so or is gone.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    runner = ShardRunner(environment)
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        while (request := connection.recv()) is not None:
-            kind, payload = request
-            connection.send(runner.reset(payload) if kind == "reset" else runner.step(payload))
-
-
-class _Inline:
-    """The same conversation without a process."""
-
-    def __init__(self, environment: str) -> None:
-        self.runner = ShardRunner(environment)
-        self.answer: Any = None
-
-    def send(self, request: Any) -> None:
-        if request is not None:
-            kind, payload = request
-            self.answer = self.runner.reset(payload) if kind == "reset" else self.runner.step(payload)
-
-    def recv(self) -> Any:
-        return self.answer
-
-
 class _Shard:
-    """The policy's side of a shard: memory, and what has been seen of each episode."""
+    """The policy's side of a shard: memory, what has been seen of each episode, and which workers step it.
 
-    def __init__(self, specs: list[EpisodeSpec], record: int) -> None:
-        self.specs = specs
-        self.record = record
+    `rows`: the batch has this many rows from beginning to end, for graphs of fixed shapes; rows of no episode, or of
+    one that has ended, are computed and ignored. When None, episodes that end leave the batch.
+    """
+
+    def __init__(
+        self, specs: list[EpisodeSpec], record: int, crew: list[Any], slot: int, device: torch.device, rows: int | None
+    ) -> None:
+        self.specs, self.record, self.crew, self.slot = specs, record, crew, slot
+        self.device, self.rows = device, rows
         self.active = np.arange(len(specs))
         self.memory: Memory | None = None
         self.begun = time.perf_counter()
         self.results: list[EpisodeResult | None] = [None] * len(specs)
         self.lengths = np.zeros(len(specs), dtype=int)
+        parts = np.array_split(self.active, min(len(crew), len(specs)))
+        self.parts = list(zip(crew, parts))
+        self.answers: dict[Any, Any] = {}
+
+    # ------------------------------------------------------------------------------------------------ to workers
+
+    def request(self, kind: str, values: Any) -> None:
+        """Sends each worker its part: `values` go with the running episodes, in order."""
+        self.answers.clear()
+        self.asked = []
+        for connection, part in self.parts:
+            mine = np.flatnonzero(np.isin(self.active, part))
+            if len(mine):
+                self.asked.append(connection)
+                connection.send((kind, self.slot, values[mine[0] : mine[-1] + 1]))
+
+    def collect(self, connection: Any, answer: Any) -> bool:
+        """True when all parts have answered."""
+        self.answers[connection] = answer
+        return len(self.answers) == len(self.asked)
+
+    def joined(self) -> tuple[np.ndarray, ...]:
+        return tuple(np.concatenate(arrays) for arrays in zip(*(self.answers[c] for c in self.asked)))
+
+    # ----------------------------------------------------------------------------------------------- to the policy
 
     def begin(self, observations: np.ndarray, goals: np.ndarray) -> None:
-        self.observation, self.goals = observations, goals
         self.trails = [[o] if s.episode < self.record else None for o, s in zip(observations, self.specs)]
+        self.goals = goals
+        filled = np.minimum(np.arange(len(goals) if self.rows is None else self.rows), len(goals) - 1)
+        self.observation = observations[filled]
+        self.goal = torch.from_numpy(goals[filled]).to(self.device)
 
-    def act(self, agent: Agent, device: torch.device) -> np.ndarray:
-        observation = torch.from_numpy(self.observation).to(device)
-        goal = torch.from_numpy(self.goals[self.active]).to(device)
-        action, self.memory = agent.act(observation, goal, self.memory)
-        return action.clamp(-1.0, 1.0).float().cpu().numpy()
+    def act(self, policy: Policy) -> Callable[[], np.ndarray]:
+        """Begins to act -> what waits for the actions of the running episodes."""
+        observation = torch.from_numpy(self.observation).to(self.device)
+        action, self.memory = policy(observation, self.goal, self.memory)
+        action = action.clamp(-1.0, 1.0).float()
+        chosen: Any = slice(None) if self.rows is None else self.active
+        if self.device.type != "cuda":
+            return lambda: action.cpu().numpy()[chosen]
+        actions = torch.empty(action.shape, dtype=action.dtype, pin_memory=True)
+        actions.copy_(action, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+        def finish() -> np.ndarray:
+            done.synchronize()
+            return actions.numpy()[chosen]
+
+        return finish
 
     def advance(self, observations: np.ndarray, ended: np.ndarray, success: np.ndarray) -> bool:
         """Takes a step's outcome; True when every episode of the shard is over."""
@@ -171,12 +155,21 @@ class _Shard:
                     self.specs[i], bool(success[k]), int(self.lengths[i]), seconds, self.goals[i], recorded
                 )
         running = ~ended
+        if self.rows is not None:
+            self.observation[self.active] = observations
+        else:
+            self.observation = observations[running]
+            if ended.any():
+                keep = torch.from_numpy(np.flatnonzero(running)).to(self.device)
+                self.goal = self.goal[keep]
+                if self.memory is not None:
+                    self.memory = {k: v[keep] for k, v in self.memory.items()}
         self.active = self.active[running]
-        self.observation = observations[running]
-        if self.memory is not None and ended.any():
-            keep = torch.from_numpy(np.flatnonzero(running))
-            self.memory = {k: v[keep.to(v.device)] for k, v in self.memory.items()}
         return len(self.active) == 0
+
+
+def graphed(agent: Agent, device: torch.device) -> GraphedPolicy | None:
+    return GraphedPolicy(agent) if device.type == "cuda" else None
 
 
 @contextlib.contextmanager
@@ -197,31 +190,10 @@ def _evaluation_mode(agent: Agent) -> Iterator[torch.device]:
         np.random.set_state(numpy_state)
 
 
-@contextlib.contextmanager
-def _workers(environment: str, count: int) -> Iterator[list[Any]]:
-    if count == 0:
-        yield [_Inline(environment)]
-        return
-    context = multiprocessing.get_context("spawn")
-    connections, processes = [], []
-    for _ in range(count):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_worker, args=(theirs, environment), daemon=True)
-        process.start()
-        theirs.close()
-        connections.append(ours)
-        processes.append(process)
-    try:
-        yield connections
-    finally:
-        for connection in connections:
-            with contextlib.suppress(BrokenPipeError, OSError):
-                connection.send(None)
-            connection.close()
-        for process in processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
+def crews(connections: list[Any], shards: int) -> list[list[Any]]:
+    """Workers in groups that each have two shards under way; where shards are few, more workers share them."""
+    groups = min(len(connections), -(-shards // 2))
+    return [connections[part[0] : part[-1] + 1] for part in np.array_split(np.arange(len(connections)), groups)]
 
 
 def evaluate(
@@ -229,53 +201,65 @@ def evaluate(
     environment: str,
     config: EvalConfig | None = None,
     *,
-    workers: int | None = None,
+    workers: int | Workers | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[EpisodeResult]:
     """Runs the protocol. `workers`: processes that step environments; 0 steps them here; default one per core.
 
-    `progress(done, total)` is called after each finished shard.
+    Workers of this environment that are running already may be given instead. `progress(done, total)` is called after
+    each finished shard.
     """
     config = config or EvalConfig()
-    require(workers is None or workers >= 0, "workers cannot be negative")
-    env = envs.make(environment)
-    shards = plan(config, environment, envs.num_tasks(env))
-    env.close()
-    count = min(len(shards), (os.cpu_count() or 1) if workers is None else workers)
-    total, done = sum(map(len, shards)), 0
-    finished: list[_Shard | None] = [None] * len(shards)
-    waiting = list(range(len(shards)))[::-1]
-    with _evaluation_mode(agent) as device, _workers(environment, count) as connections:
-        serving: dict[Any, tuple[int, _Shard]] = {}
+    started = workers if isinstance(workers, Workers) else None
+    with (
+        contextlib.nullcontext(started) if started else Workers(environment, workers) as pool,  # type: ignore[arg-type]
+        _evaluation_mode(agent) as device,
+    ):
+        policy: Policy = agent.act
+        rows: int | None = None
+        if graphs := graphed(agent, device):
+            policy, rows = graphs, config.shard
+            graphs.prepare(rows)  # while workers start
+        specs = plan(config, environment, pool.about().tasks)
+        total, done = sum(map(len, specs)), 0
+        shards: list[_Shard] = []
+        under_way: dict[tuple[Any, int], _Shard] = {}
+        acting: list[tuple[_Shard, Callable[[], np.ndarray]]] = []
 
-        def start(connection: Any) -> None:
-            if waiting:
-                number = waiting.pop()
-                serving[connection] = (number, _Shard(shards[number], config.record))
-                connection.send(("reset", shards[number]))
+        def start(crew: list[Any], slot: int) -> None:
+            if len(shards) < len(specs):
+                shard = _Shard(specs[len(shards)], config.record, crew, slot, device, rows)
+                shards.append(shard)
+                under_way.update({(connection, slot): shard for connection, _ in shard.parts})
+                shard.request("reset", shard.specs)
 
-        for connection in connections:
-            start(connection)
-        while serving:
-            ready: list[Any] = list(serving) if count == 0 else wait(list(serving))
-            for connection in ready:
-                number, shard = serving[connection]
-                try:
-                    answer = connection.recv()
-                except EOFError:
-                    raise RuntimeError(f"an evaluation worker for {environment} died; see its error above") from None
+        def deliver(left: int) -> None:
+            while len(acting) > left:
+                shard, finish = acting.pop(0)
+                shard.request("step", finish())
+
+        groups = crews(pool.connections, len(specs))
+        for slot in range(2 if pool.count else 1):
+            for crew in groups:
+                start(crew, slot)
+        while done < total:
+            for connection in pool.ready():
+                slot, answer = pool.receive(connection)
+                shard = under_way[connection, slot]
+                if not shard.collect(connection, answer):
+                    continue
                 if len(answer) == 2:
-                    shard.begin(*answer)
-                elif shard.advance(*answer):
-                    finished[number] = shard
+                    shard.begin(*shard.joined())
+                elif shard.advance(*shard.joined()):
                     done += len(shard.specs)
                     if progress:
                         progress(done, total)
-                    del serving[connection]
-                    start(connection)
+                    start(shard.crew, slot)
                     continue
-                connection.send(("step", shard.act(agent, device)))
-    return [result for shard in finished if shard is not None for result in shard.results if result is not None]
+                acting.append((shard, shard.act(policy)))
+                deliver(left=1 if device.type == "cuda" else 0)  # the device works while the next shard is read
+            deliver(left=0)
+    return [result for shard in shards for result in shard.results if result is not None]
 
 
 def success_rate(results: list[EpisodeResult]) -> float:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qhyer import agents, checkpoint, envs
+from qhyer import agents, checkpoint
 from qhyer.agent import Agent
 from qhyer.config import from_dict
 from qhyer.data.episodes import DataSpec
@@ -31,6 +31,7 @@ from qhyer.evaluate import EpisodeResult, EvalConfig, evaluate, success_rate
 from qhyer.progress import Progress
 from qhyer.records import EpisodeRow, add_rows, read_rows
 from qhyer.rng import stream_seed
+from qhyer.rollout import About, Workers
 from qhyer.storage import atomic_file
 
 VERSIONED = ("qhyer", "torch", "numpy", "ogbench", "gymnasium", "mujoco", "safetensors")
@@ -102,8 +103,13 @@ def load_agent(run: Path, step: int | None = None, device: str = "cpu") -> tuple
     return agent.eval(), int(saved.state["step"])
 
 
-def save_evaluation(run: Path, step: int, results: Sequence[EpisodeResult], environment: str) -> None:
-    """Adds the evaluation's rows to the run, and its recorded rollouts."""
+def save_evaluation(
+    run: Path, step: int, results: Sequence[EpisodeResult], environment: str, about: About | None = None
+) -> None:
+    """Adds the evaluation's rows to the run, and its recorded rollouts.
+
+    `about` the environment, where it is known: a simulator need not be imported for it.
+    """
     info = read(run)
     rows = [
         EpisodeRow(
@@ -130,9 +136,9 @@ def save_evaluation(run: Path, step: int, results: Sequence[EpisodeResult], envi
     padded = np.full((len(recorded), longest, recorded[0][1].shape[1]), np.nan, dtype=np.float32)
     for i, (_, observations) in enumerate(recorded):
         padded[i, : len(observations)] = observations
-    env = envs.make(environment)
-    geometry = envs.maze_geometry(env) or {}
-    env.close()
+    if about is None:
+        with Workers(environment, 0) as here:
+            about = here.about()
     arrays: dict[str, Any] = {
         "task": np.array([r.spec.task for r, _ in recorded]),
         "episode": np.array([r.spec.episode for r, _ in recorded]),
@@ -140,7 +146,7 @@ def save_evaluation(run: Path, step: int, results: Sequence[EpisodeResult], envi
         "length": np.array([r.length for r, _ in recorded]),
         "observations": padded,
         "goals": np.stack([r.goal for r, _ in recorded]),
-        **geometry,
+        **(about.geometry or {}),
     }
     with atomic_file(Path(run) / "rollouts" / f"{step:08d}.npz") as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, **arrays)
@@ -166,25 +172,27 @@ def evaluate_run(
     environment = environment or info.get("environment")
     if environment is None:
         raise UserError(f"{run} was trained on own data; name the environment to evaluate in with --env")
-    agent, at = load_agent(run, step, resolve_device(device))
-    env = envs.make(environment)
-    tasks, observation = envs.num_tasks(env), envs.seeded_reset(env, 0, 1)[0]
-    env.close()
-    if len(observation) != agent.spec.observation_dim:
-        raise UserError(
-            f"{environment} has observations of {len(observation)} numbers, {run} was trained on "
-            f"{agent.spec.observation_dim}; name the environment of its data with --env"
-        )
-    total = config.episodes * (tasks if config.tasks is None else len(config.tasks))
-    earlier = sum(row.step == at for row in read_rows(Path(run) / "episodes.csv"))
-    if earlier > total and not overwrite:
-        raise UserError(f"{run} has an evaluation of {earlier} episodes of this checkpoint; --overwrite replaces it")
-    with Progress(f"evaluating {info['agent']} on {environment}", total, quiet) as progress:
+    device = resolve_device(device)
+    with Workers(environment, workers) as pool:  # they start while the agent is loaded
+        agent, at = load_agent(run, step, device)
+        about = pool.about()
+        if about.observation_dim != agent.spec.observation_dim:
+            raise UserError(
+                f"{environment} has observations of {about.observation_dim} numbers, {run} was trained on "
+                f"{agent.spec.observation_dim}; name the environment of its data with --env"
+            )
+        total = config.episodes * (about.tasks if config.tasks is None else len(config.tasks))
+        earlier = sum(row.step == at for row in read_rows(Path(run) / "episodes.csv"))
+        if earlier > total and not overwrite:
+            raise UserError(
+                f"{run} has an evaluation of {earlier} episodes of this checkpoint; --overwrite replaces it"
+            )
+        with Progress(f"evaluating {info['agent']} on {environment}", total, quiet) as progress:
 
-        def show(done: int, total: int) -> None:
-            progress.advance(done)
-            progress.show(done)
+            def show(done: int, total: int) -> None:
+                progress.advance(done)
+                progress.show(done)
 
-        results = evaluate(agent, environment, config, workers=workers, progress=show)
-    save_evaluation(run, at, results, environment)
+            results = evaluate(agent, environment, config, workers=pool, progress=show)
+    save_evaluation(run, at, results, environment, about)
     return success_rate(results)

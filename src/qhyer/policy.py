@@ -1,0 +1,103 @@
+"""An agent's policy in CUDA graphs: acting is hundreds of small kernels, and launching them takes longer than they do.
+
+One graph for each set of shapes: a sequence model's memory grows until its window is full, so there are as many as
+the window has steps, provided that the batch keeps its size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qhyer.agent import Agent, Memory
+
+Outputs = tuple[Tensor, Memory | None]
+Act = Callable[[], Outputs]
+Capture = Callable[[Act], tuple[Outputs, Callable[[], None]]]
+"""Runs the function once and returns its outputs, and what computes them again, into the same tensors."""
+
+LIMIT = 64  # shapes; an agent whose memory grows without end acts eagerly beyond it
+WARMUP = 2
+
+
+class CudaCapture:
+    """Captures into graphs that share one pool of memory: they never run at once, and outputs are copied out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+    def __call__(self, act: Act) -> tuple[Outputs, Callable[[], None]]:
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            self.stream.wait_stream(current)
+            with torch.cuda.stream(self.stream):  # libraries set themselves up before the capture
+                for _ in range(WARMUP):
+                    act()
+            current.wait_stream(self.stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                outputs = act()
+            graph.replay()  # a capture computes nothing
+        return outputs, graph.replay
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    inputs: dict[str, Tensor]
+    outputs: Outputs
+    replay: Callable[[], None]
+
+
+class GraphedPolicy:
+    """`agent.act` with the same arguments and results. Any number of episodes may take turns: it keeps no memory."""
+
+    def __init__(self, agent: Agent, capture: Capture | None = None) -> None:
+        self.agent = agent
+        self.device = next(agent.parameters()).device
+        self.capture: Capture | None = capture or CudaCapture(self.device)
+        self.graphs: dict[tuple[object, ...], _Recorded] = {}
+
+    def __call__(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> Outputs:
+        inputs = {"observation": observation, "goal": goal} | {f"memory/{k}": v for k, v in (memory or {}).items()}
+        key = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
+        recorded = self.graphs.get(key)
+        if recorded is None:
+            recorded = self._record(inputs, memory is None) if len(self.graphs) < LIMIT else None
+            if recorded is None:
+                return self.agent.act(observation, goal, memory)
+            self.graphs[key] = recorded
+        else:
+            for name, value in inputs.items():
+                recorded.inputs[name].copy_(value)
+            recorded.replay()
+        action, after = recorded.outputs
+        return action.clone(), None if after is None else {name: value.clone() for name, value in after.items()}
+
+    def _record(self, inputs: dict[str, Tensor], first: bool) -> _Recorded | None:
+        if self.capture is None:
+            return None
+        static = {name: value.to(self.device, copy=True) for name, value in inputs.items()}
+        memory = None if first else {k.removeprefix("memory/"): v for k, v in static.items() if k.startswith("memory/")}
+        try:
+            outputs, replay = self.capture(lambda: self.agent.act(static["observation"], static["goal"], memory))
+        except RuntimeError as error:
+            self.capture = None
+            logging.getLogger(__name__).warning("acting without CUDA graphs: the capture failed: %s", error)
+            return None
+        return _Recorded(static, outputs, replay)
+
+    def prepare(self, batch: int) -> None:
+        """Records the graphs of a whole episode beforehand, until the shapes repeat."""
+        nowhere = torch.zeros(batch, self.agent.spec.observation_dim, device=self.device)
+        memory: Memory | None = None
+        for _ in range(LIMIT):
+            before = len(self.graphs)
+            _, memory = self(nowhere, nowhere, memory)
+            if len(self.graphs) == before:
+                return

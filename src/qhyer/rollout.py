@@ -1,0 +1,217 @@
+"""Processes that step environments, apart from the policy.
+
+Light on purpose: a worker imports a simulator and numpy, never torch or an agent. One process imports the simulator
+and makes the environment, then forks into the others, so that a start costs the same however many there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from qhyer import envs
+from qhyer.errors import UserError, require
+
+WORKER = "from qhyer.rollout import main; main()"
+
+Stepped = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""observations, whether the episodes ended, whether they succeeded"""
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    task: int
+    episode: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class About:
+    """What the policy's side must know of an environment, without importing a simulator."""
+
+    tasks: int
+    observation_dim: int
+    geometry: dict[str, np.ndarray] | None
+    """of a maze"""
+
+
+class ShardRunner:
+    """Steps episodes together. Environments are made once and used again for later shards."""
+
+    def __init__(self, environment: str, template: Any = None) -> None:
+        self.template = envs.make(environment) if template is None else template
+        self.pool: list[Any] = []
+
+    def reset(self, specs: list[EpisodeSpec]) -> tuple[np.ndarray, np.ndarray]:
+        while len(self.pool) < len(specs):
+            self.pool.append(envs.copy_of(self.template))
+        starts = [envs.seeded_reset(env, spec.seed, spec.task) for env, spec in zip(self.pool, specs)]
+        self.active = list(range(len(specs)))
+        return np.stack([s for s, _ in starts]), np.stack([g for _, g in starts])
+
+    def step(self, actions: np.ndarray) -> Stepped:
+        """One step of the episodes still running."""
+        observations, ended, success = [], [], []
+        for i, action in zip(self.active, actions):
+            observation, _, terminated, truncated, info = self.pool[i].step(action)
+            observations.append(np.asarray(observation, dtype=np.float32))
+            ended.append(bool(terminated or truncated))
+            success.append(bool(info["success"]))
+        self.active = [i for i, done in zip(self.active, ended) if not done]
+        return np.stack(observations), np.asarray(ended), np.asarray(success)
+
+
+class Stepper:
+    """One process's environments: a few shards, or parts of shards, under way at once, told apart by their slot."""
+
+    def __init__(self, environment: str) -> None:
+        self.environment = environment
+        self.template = envs.make(environment)
+        tasks = envs.num_tasks(self.template)
+        observation, _ = envs.seeded_reset(self.template, 0, 1)
+        self.about = About(tasks, len(observation), envs.maze_geometry(self.template))
+        self.runners: dict[int, ShardRunner] = {}
+
+    def answer(self, request: Any) -> tuple[int, Any]:
+        kind, slot, payload = request
+        if slot not in self.runners:
+            self.runners[slot] = ShardRunner(self.environment, self.template)
+        runner = self.runners[slot]
+        return slot, runner.reset(payload) if kind == "reset" else runner.step(payload)
+
+
+# ------------------------------------------------------------------------------------------------ the worker's side
+
+
+def main() -> None:
+    """A process that resets and steps on request until told to stop, or until the one who asks is gone."""
+    # Batch systems signal every process of a job. The parent decides what to do about it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    environment, *descriptors = sys.argv[1:]
+    connections = [Connection(int(descriptor)) for descriptor in descriptors]
+    try:
+        stepper = Stepper(environment)
+    except UserError as error:
+        connections[0].send(error)
+        return
+    connections[0].send(stepper.about)
+    children: list[int] = []
+    mine = connections[0]
+    for connection in connections[1:]:
+        if (child := os.fork()) == 0:
+            mine, children = connection, []
+            break
+        children.append(child)
+    for connection in connections:  # an end held by two processes would hide that one of them is gone
+        if connection is not mine:
+            connection.close()
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while (request := mine.recv()) is not None:
+            mine.send(stepper.answer(request))
+    mine.close()
+    for child in children:
+        os.waitpid(child, 0)
+
+
+# ------------------------------------------------------------------------------------------------ the policy's side
+
+
+class Inline:
+    """The same conversation without a process."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+        self.answers: list[tuple[int, Any]] = []
+
+    def send(self, request: Any) -> None:
+        self.answers.append(self.stepper.answer(request))
+
+    def recv(self) -> Any:
+        return self.answers.pop(0)
+
+
+def available_cores() -> int:
+    """Cores this process may use: a job is often given fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Workers:
+    """Processes that step environments, started on entry: `count` of them, one per core when None, none (0) inline."""
+
+    def __init__(self, environment: str, count: int | None = None) -> None:
+        require(count is None or count >= 0, "workers cannot be negative")
+        self.environment = environment
+        self.count = available_cores() if count is None else count
+        self.connections: list[Any] = []
+        self.process: subprocess.Popen[bytes] | None = None
+        self._about: About | None = None
+
+    def __enter__(self) -> Workers:
+        if self.count == 0:
+            stepper = Stepper(self.environment)
+            self.connections, self._about = [Inline(stepper)], stepper.about
+            return self
+        pairs = [Pipe() for _ in range(self.count)]
+        # Not multiprocessing: it would import the caller's main module, and torch with it, in every worker.
+        # One thread: the simulator's matrices are small, and a process with threads should not fork.
+        one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        descriptors = [theirs.fileno() for _, theirs in pairs]
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", WORKER, self.environment, *map(str, descriptors)],
+            env={**os.environ, **one, "PYTHONPATH": path},
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+        )
+        for _, theirs in pairs:
+            theirs.close()
+        self.connections = [ours for ours, _ in pairs]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process is None:
+            return
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.send(None)
+            connection.close()
+        try:
+            self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def about(self) -> About:
+        """Waits for the environment to be ready."""
+        if self._about is None:
+            answer = self.receive(self.connections[0])
+            if isinstance(answer, UserError):
+                raise answer
+            self._about = answer
+        assert self._about is not None
+        return self._about
+
+    def ready(self) -> list[Any]:
+        """Waits until one of them has answered."""
+        if self.process is None:
+            return [connection for connection in self.connections if connection.answers]
+        return wait(self.connections)
+
+    def receive(self, connection: Any) -> Any:
+        try:
+            return connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise RuntimeError(f"an evaluation worker for {self.environment} died; see its error above") from None

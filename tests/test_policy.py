@@ -1,0 +1,116 @@
+"""Graphs of the policy: the same actions as without, whoever takes turns. The capture itself needs a GPU; here a
+stand-in computes again into the same tensors, which is all that a graph does."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from qhyer.policy import LIMIT, GraphedPolicy
+
+DIM = 4  # of the point world
+
+
+def again(act):
+    """What a capture does, without CUDA: outputs live in tensors of their own, written anew by each replay."""
+    action, memory = act()
+    kept = (action.clone(), None if memory is None else {k: v.clone() for k, v in memory.items()})
+
+    def replay():
+        action, memory = act()
+        kept[0].copy_(action)
+        for name, value in (memory or {}).items():
+            kept[1][name].copy_(value)
+
+    return kept, replay
+
+
+def walk(policy, seed, steps, batch=3):
+    """Observations, goal -> the actions of an episode, as a generator: episodes can take turns."""
+    generator = torch.Generator().manual_seed(seed)
+    goal, memory = torch.randn(batch, DIM, generator=generator), None
+    for _ in range(steps):
+        action, memory = policy(torch.randn(batch, DIM, generator=generator), goal, memory)
+        yield action
+
+
+@pytest.mark.parametrize("name", ["qhyer", "gcbc"])
+@torch.no_grad()
+def test_episodes_that_take_turns_act_as_each_alone(name, tiny_agent, shake):
+    agent = tiny_agent(name).eval()
+    shake(agent)
+    policy = GraphedPolicy(agent, again)
+    together = list(zip(walk(policy, 1, 9), walk(policy, 2, 9)))
+    apart = list(zip(walk(agent.act, 1, 9), walk(agent.act, 2, 9)))
+    for ours, theirs in zip(together, apart):
+        for a, b in zip(ours, theirs):
+            assert torch.equal(a, b)
+    shapes = agent.config.context if name == "qhyer" else 1
+    assert len(policy.graphs) == shapes  # one for each length of the memory
+
+
+@torch.no_grad()
+def test_what_is_returned_is_the_callers(tiny_agent):
+    policy = GraphedPolicy(tiny_agent("qhyer").eval(), again)
+    one = torch.ones(2, DIM)
+    action, memory = policy(one, one, None)
+    kept = action.clone(), {k: v.clone() for k, v in memory.items()}
+    policy(5 * one, -one, None)
+    assert torch.equal(action, kept[0]) and all(torch.equal(memory[k], kept[1][k]) for k in memory)
+
+
+@torch.no_grad()
+def test_prepared_for_a_whole_episode(tiny_agent):
+    agent = tiny_agent("qhyer").eval()
+    policy = GraphedPolicy(agent, again)
+    policy.prepare(3)
+    prepared = set(policy.graphs)
+    assert len(prepared) == agent.config.context
+    list(walk(policy, 1, 10))
+    assert set(policy.graphs) == prepared
+
+
+@torch.no_grad()
+def test_a_failed_capture_is_said_once_and_acts_all_the_same(tiny_agent, caplog):
+    agent = tiny_agent("qhyer").eval()
+    asked = []
+
+    def refuse(act):
+        asked.append(1)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    policy = GraphedPolicy(agent, refuse)
+    with caplog.at_level(logging.WARNING):
+        ours = list(walk(policy, 1, 6))
+    assert all(torch.equal(a, b) for a, b in zip(ours, walk(agent.act, 1, 6)))
+    assert len(asked) == 1 and "not permitted" in caplog.text and len(caplog.records) == 1
+
+
+@torch.no_grad()
+def test_a_memory_without_end_is_not_captured_without_end(tiny_agent):
+    agent = tiny_agent("qhyer", context=LIMIT + 5).eval()
+    policy = GraphedPolicy(agent, again)
+    policy.prepare(1)
+    assert len(policy.graphs) == LIMIT
+    steps = LIMIT + 3
+    last = list(walk(policy, 1, steps, 1))[-1]
+    assert torch.equal(last, list(walk(agent.act, 1, steps, 1))[-1])
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_graphs_act_as_without(tiny_agent, shake):
+    agent = tiny_agent("qhyer").eval()
+    shake(agent)
+    agent.cuda()
+    policy = GraphedPolicy(agent)
+    policy.prepare(3)
+    assert len(policy.graphs) == agent.config.context
+    cuda = lambda act: lambda observation, goal, memory: act(observation.cuda(), goal.cuda(), memory)
+    together = list(zip(walk(cuda(policy), 1, 9), walk(cuda(policy), 2, 9)))
+    apart = list(zip(walk(cuda(agent.act), 1, 9), walk(cuda(agent.act), 2, 9)))
+    for ours, theirs in zip(together, apart):
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
