@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -15,32 +16,47 @@ from qhyer.data import registry
 from qhyer.data.episodes import goal_columns, read_npz, stored_goal
 from qhyer.data.generate.runner import generate as run_generation
 from qhyer.errors import DataError, UserError
+from qhyer.launch import Launcher
 from qhyer.storage import read_sealed_json
 
 
 def generate(
-    name: str,
-    /,
-    *,
+    *names: tyro.conf.Positional[str],
     episodes: int | None = None,
     seed: int = 0,
     workers: int | None = None,
     out: Path | None = None,
     overwrite: bool = False,
+    launcher: Launcher = "local",
+    address: str | None = None,
 ) -> int:
-    """Make a dataset with OGBench's own environments and oracles. Run it again to go on after a stop.
+    """Make datasets with OGBench's own environments and oracles. Run it again to go on after a stop.
 
     Args:
-        name: a dataset of `qhyer data list`, such as cube-single-play
+        names: datasets of `qhyer data list`, such as cube-single-play
         episodes: training episodes; the official number if not given. Validation has a tenth as many
         seed: the same seed gives the same file, whatever the number of workers
-        workers: processes; one for each core if not given
+        workers: processes; one for each core if not given (ray: as many as the cluster has room for)
         out: folder to write to; $QHYER_DATA or ./data if not given
         overwrite: replace a file that was made with other settings
+        launcher: local, or ray: episodes are made on a Ray cluster and written here, the same bytes (docs/scale.md)
+        address: the Ray cluster's; $RAY_ADDRESS, or the one running here, if not given
     """
-    dataset = registry.get(name)
+    if not names:
+        raise UserError("name at least one dataset: qhyer data generate NAME... (`qhyer data list` has them)")
+    datasets = [registry.get(name) for name in names]
     try:
-        run_generation(dataset, out=out, episodes=episodes, seed=seed, workers=workers, overwrite=overwrite)
+        for dataset in datasets:
+            run_generation(
+                dataset,
+                out=out,
+                episodes=episodes,
+                seed=seed,
+                workers=workers,
+                overwrite=overwrite,
+                launcher=launcher,
+                address=address,
+            )
     except KeyboardInterrupt:
         Console(stderr=True).print("Stopped. Finished episodes are kept: the same command goes on from here.")
         return 130

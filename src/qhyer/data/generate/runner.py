@@ -7,6 +7,7 @@ interruption changes a byte of the result. Finished episodes wait in `.NAME.part
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import multiprocessing
@@ -14,14 +15,12 @@ import os
 import platform
 import shutil
 import signal
-import threading
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +40,7 @@ from qhyer.data.generate.recipe import (
     recipe_for,
 )
 from qhyer.errors import CorruptFile, UserError
+from qhyer.launch import Launcher, Outcome, cores, follow_parent, launch
 from qhyer.storage import (
     atomic_file,
     read_sealed_json,
@@ -62,13 +62,6 @@ def versions() -> dict[str, str]:
     return {"qhyer": qhyer.__version__, **installed, "python": platform.python_version()}
 
 
-def available_cores() -> int:
-    """Cores this process may use, which in a container or a batch job are fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def generate(
     dataset: Dataset,
     *,
@@ -80,20 +73,23 @@ def generate(
     progress: bool = True,
     overwrite: bool = False,
     rows: int | None = None,
+    launcher: Launcher = "local",
+    address: str | None = None,
 ) -> Path:
     """Makes NAME.npz and NAME-val.npz (a tenth as many episodes) with their sidecars in the folder `out`.
 
     Returns the path of the training file. Run it again after an interruption and it goes on where it stopped.
     `episodes` defaults to the official number, `workers` to one for each core; `rows` shortens the episodes.
+    With the launcher "ray", episodes are made on the cluster at `address` (see `launch`) and written here: the same
+    bytes, and nothing needs to be shared but the versions of the packages.
     In a script of yours, call it under `if __name__ == "__main__":`, as the workers import the script.
     """
     from qhyer.data import registry  # not above: workers import this module and need no torch
 
     episodes = dataset.episodes if episodes is None else episodes
-    workers = available_cores() if workers is None else workers
     if episodes < 1:
         raise UserError(f"episodes must be at least 1, not {episodes}")
-    if workers < 1:
+    if workers is not None and workers < 1:
         raise UserError(f"workers must be at least 1, not {workers}")
     if seed < 0:
         raise UserError(f"seed must not be negative, and is {seed}")
@@ -112,7 +108,7 @@ def generate(
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
         with job.working_folder(console):
-            job.collect(missing, workers, console)
+            job.collect(missing, workers, console, launcher, address)
             for split, count in missing.items():
                 job.finish(split, count)
                 console.print(f"wrote {job.path(split)}", highlight=False, soft_wrap=True)
@@ -199,7 +195,14 @@ class Job:
             yield
             shutil.rmtree(self.work)
 
-    def collect(self, counts: dict[Split, int], workers: int, console: Console) -> None:
+    def collect(
+        self,
+        counts: dict[Split, int],
+        workers: int | None,
+        console: Console,
+        launcher: Launcher = "local",
+        address: str | None = None,
+    ) -> None:
         """Makes the episodes that are not in the working folder yet."""
         wanted = [(split, index) for split, count in counts.items() for index in range(count)]
         todo = [item for item in wanted if not _is_whole(self.chunk(*item))]
@@ -212,6 +215,10 @@ class Job:
             (EpisodeSeeds(self.seed, self.recipe.name, split, index), self.chunk(split, index)) for split, index in todo
         ]
         with _progress(console, self.recipe.name, done, len(wanted)) as advance:
+            if launcher == "ray":
+                _collect_ray(self.recipe, tasks, workers, address, advance, console)
+                return
+            workers = cores() if workers is None else workers
             if min(workers, len(tasks)) == 1:
                 collector = collector_for(self.recipe)
                 for seeds, path in tasks:
@@ -273,12 +280,16 @@ def _locked(path: Path, name: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ workers
 
 
-def _make(collector: Collector, seeds: EpisodeSeeds, path: Path) -> None:
+def _episode(collector: Collector, seeds: EpisodeSeeds) -> Arrays:
     arrays = collector.episode(seeds)
     for key in ("observations", "actions"):
         if not np.isfinite(arrays[key]).all():
             raise RuntimeError(f"the simulator gave values that are not finite in {seeds}: {key}")
-    write_chunk(path, arrays)
+    return arrays
+
+
+def _make(collector: Collector, seeds: EpisodeSeeds, path: Path) -> None:
+    write_chunk(path, _episode(collector, seeds))
 
 
 def write_chunk(path: Path, arrays: Arrays) -> None:
@@ -294,14 +305,7 @@ def _start_worker(recipe: Recipe, stop: Any) -> None:
     """Ctrl-C is for the parent, which lets running episodes end; a worker whose parent is gone goes too."""
     global _worker_collector, _worker_stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        wait_for([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
+    follow_parent()
     _worker_collector, _worker_stop = collector_for(recipe), stop
 
 
@@ -329,6 +333,48 @@ def _collect_parallel(recipe: Recipe, tasks: Sequence[tuple[EpisodeSeeds, Path]]
     finally:
         stop.set()
         executor.shutdown(wait=True, cancel_futures=True)
+
+
+_kept_collector = functools.lru_cache(maxsize=1)(collector_for)  # a node's worker makes many episodes of one recipe
+
+
+def _remote_episode(job: tuple[Recipe, EpisodeSeeds, dict[str, str]]) -> Arrays:
+    """An episode made on another machine, which must have the versions that the sidecar will name."""
+    recipe, seeds, wanted = job
+    different = _differences(versions(), wanted)
+    if different:
+        raise UserError(f"{platform.node()} has other versions ({'; '.join(different)}): install the same everywhere")
+    return _episode(_kept_collector(recipe), seeds)
+
+
+def _collect_ray(
+    recipe: Recipe,
+    tasks: Sequence[tuple[EpisodeSeeds, Path]],
+    workers: int | None,
+    address: str | None,
+    advance: Any,
+    console: Console,
+) -> None:
+    jobs = [(recipe, seeds, versions()) for seeds, _ in tasks]
+    names = [f"{seeds.split} episode {seeds.index}" for seeds, _ in tasks]
+
+    def note(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    failed: list[Outcome[Arrays]] = []
+    outcomes = launch(_remote_episode, jobs, launcher="ray", workers=workers, address=address, names=names, note=note)
+    with contextlib.closing(outcomes):
+        for outcome in outcomes:
+            if outcome.error:
+                failed.append(outcome)
+            else:
+                write_chunk(tasks[outcome.index][1], outcome.result())
+                advance()
+    if failed:
+        raise UserError(
+            f"{len(failed)} of {len(tasks)} episodes failed, {names[failed[0].index]} with: {failed[0].error}. "
+            "The others are kept: run the same again once the cause is gone."
+        )
 
 
 @contextlib.contextmanager

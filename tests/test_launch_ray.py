@@ -1,0 +1,135 @@
+"""The same on a Ray cluster of two nodes: results equal local ones, and what a lost worker had is run again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_launch import die, die_once, square, told_to_go_once
+
+from qhyer.data import registry
+from qhyer.data.generate import generate
+from qhyer.errors import UserError
+from qhyer.launch import launch
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(120)
+MAZE = registry.get("pointmaze-medium-stitch")
+NODE: dict[str, Any] = dict(num_cpus=1, object_store_memory=80_000_000)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes of one core each, as `ray start` would make them on two machines."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # the nodes import the functions of these tests
+        cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+        cluster.add_node(**NODE)
+        cluster.wait_for_nodes()
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def where(job: float) -> str:
+    time.sleep(job)
+    return ray.get_runtime_context().get_node_id()
+
+
+def begin_and_wait(job: tuple[str, str]) -> str:
+    """Says where it runs; goes on only if that is not the node to be lost."""
+    began, doomed = map(Path, job)
+    node = where(0.0)
+    with open(began, "a") as file:
+        file.write(node + "\n")
+    while not doomed.exists() or doomed.read_text() == node:
+        time.sleep(0.05)
+    return node
+
+
+def test_both_nodes_work_and_outcomes_are_those_of_one_machine(cluster):
+    nodes = {outcome.result() for outcome in launch(where, [0.5] * 4, launcher="ray")}
+    assert len(nodes) == 2
+    assert not ray.is_initialized()  # the connection was ours, and is closed
+    local = {o.index: (o.value, o.error) for o in launch(square, range(6))}
+    assert local == {o.index: (o.value, o.error) for o in launch(square, range(6), launcher="ray", workers=3)}
+
+
+def test_a_killed_workers_job_is_run_again(cluster, tmp_path):
+    notes: list[str] = []
+    jobs = [str(tmp_path / name) for name in "abc"]
+    outcomes = list(launch(die_once, jobs, launcher="ray", note=notes.append))
+    assert [(o.value, o.tries) for o in outcomes] == [("done", 2)] * 3
+    assert len(notes) == 3 and "WorkerCrashedError" in notes[0]
+    (outcome,) = launch(told_to_go_once, [str(tmp_path / "d")], launcher="ray")
+    assert outcome.value == "done" and outcome.tries == 2
+    (outcome,) = launch(die, [0], launcher="ray", retries=1)
+    assert outcome.tries == 2 and "lost 2 times" in outcome.error
+
+
+def test_a_lost_nodes_job_is_run_on_another(cluster, tmp_path):
+    """A node goes away in the middle of its job."""
+    extra = cluster.add_node(**NODE)
+    cluster.wait_for_nodes()
+    began, doomed = tmp_path / "began", tmp_path / "doomed"
+    notes: list[str] = []
+    outcomes = launch(begin_and_wait, [(str(began), str(doomed))] * 3, launcher="ray", note=notes.append)
+
+    def lose() -> None:
+        while not began.exists() or len(began.read_text().split()) < 3:
+            time.sleep(0.05)
+        doomed.write_text(extra.node_id)
+        cluster.remove_node(extra, allow_graceful=False)
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    found = list(outcomes)
+    thread.join()
+    assert len(found) == 3 and all(not o.error and o.value != extra.node_id for o in found)
+    assert sorted(o.tries for o in found) == [1, 1, 2]
+    assert len(notes) == 1 and "run again" in notes[0]
+
+
+def test_generated_data_is_the_same_to_the_byte(cluster, tmp_path):
+    options: dict[str, Any] = dict(episodes=6, seed=3, rows=30, progress=False)
+    here = generate(MAZE, out=tmp_path / "here", workers=1, **options)
+    there = generate(MAZE, out=tmp_path / "there", launcher="ray", **options)
+    for suffix in (".npz", ".json", "-val.npz", "-val.json"):
+        name = here.stem + suffix
+        assert (here.parent / name).read_bytes() == (there.parent / name).read_bytes(), name
+
+
+def test_episodes_that_fail_are_counted_and_the_others_kept(cluster, tmp_path, monkeypatch):
+    from qhyer.data.generate import runner
+
+    versions = runner.versions()
+    monkeypatch.setattr(runner, "versions", lambda: {**versions, "mujoco": "0.1"})
+    with pytest.raises(UserError, match=r"3 of 3 episodes failed.*mujoco .* there, 0.1 asked for"):
+        generate(MAZE, out=tmp_path, episodes=2, rows=30, progress=False, launcher="ray")
+
+
+def test_no_cluster_is_a_clear_error(cluster, monkeypatch):
+    with pytest.raises(UserError, match=r"no Ray cluster answers at localhost:9: start one with `ray start --head`"):
+        list(launch(square, [1], launcher="ray", address="localhost:9"))
+    with pytest.raises(UserError, match="cannot be used"):
+        list(launch(square, [1], launcher="ray", address="nonsense"))
+
+
+def test_a_job_no_node_has_room_for_waits_and_says_so(cluster):
+    notes: list[str] = []
+
+    def add_such_a_node(text: str) -> None:
+        notes.append(text)
+        cluster.add_node(**NODE, num_gpus=4)
+
+    (outcome,) = launch(square, [1], launcher="ray", gpus=4.0, note=add_such_a_node)
+    assert outcome.value == 1
+    assert notes == ["waiting: no node of the cluster has 1 CPUs and 4 GPUs for a job"]
