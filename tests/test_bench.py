@@ -15,10 +15,14 @@ from qhyer.agents.qhyer import QHyerConfig
 from qhyer.bench import common
 from qhyer.bench.common import BenchRow, Ceilings
 from qhyer.bench.data import data
+from qhyer.bench.eval import evaluation
 from qhyer.bench.infer import Recompute, full_memory, infer, linear_floor, measure_acting
 from qhyer.data import registry
-from qhyer.data.episodes import DataSpec
+from qhyer.data.episodes import DataSpec, Episodes
 from qhyer.errors import UserError
+from qhyer.evaluate import EvalConfig, Timings, evaluate
+from qhyer.rollout import ShardRunner
+from qhyer.train import TrainConfig, train
 
 TINY = QHyerConfig(context=4, width=16, layers=2, heads=2, encoder_width=8, encoder_layers=1, flow_blocks=1)
 
@@ -155,6 +159,8 @@ def test_wrong_options_are_refused() -> None:
         infer(batch=(0,))
     with pytest.raises(UserError, match="threads"):
         infer(agent="gcbc", threads=0)
+    with pytest.raises(UserError, match="workers"):
+        evaluation(workers=0)
     with pytest.raises(UserError, match="manipulation"):
         data(dataset="pointmaze-medium-navigate")
 
@@ -167,3 +173,41 @@ def test_data_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert row["extra"]["steps"] == 20
     assert np.isclose(row["ms"], 1e3 / row["extra"]["generation_steps_per_s"])
     assert "replayed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("run", [False, True])
+def test_eval_command(run: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_config) -> None:
+    out = tmp_path / "eval.json"
+    options: dict[str, object] = {"agent": "gcbc", "dataset": "pointmaze-medium-navigate"}
+    if run:
+        rng = np.random.default_rng(0)
+        maze = Episodes.from_arrays(rng.normal(size=(80, 2)), rng.uniform(-1, 1, (80, 2)), [79], goal=[0, 1])
+        config = TrainConfig(device="cpu")
+        options = {"run": train("gcbc", "x", tiny_config("gcbc"), config, run=tmp_path / "r", episodes=maze, quiet=True,
+                                environment="pointmaze-medium-v0")}  # fmt: skip
+    assert evaluation(**options, episodes=1, workers=2, out=out) == 0  # type: ignore[arg-type]
+    written = json.loads(out.read_text())
+    (row,) = written["rows"]
+    assert (row["name"], row["batch"], written["environment"]) == ("eval5", 5, "pointmaze-medium-v0")
+    extra = row["extra"]
+    assert extra["steps"] >= 5 and extra["policy_calls"] >= extra["steps"] / 5
+    assert 0 < extra["start_s"] < extra["total_s"] and row["ms"] == pytest.approx(1e3 * extra["total_s"])
+    assert row["floor_ms"] == pytest.approx(1e3 * extra["steps"] / extra["simulator_steps_per_s"])
+    assert "simulator alone" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_simulator_alone_replays_the_episodes(tiny_config) -> None:
+    """From the actions alone: the same steps to the same ends."""
+    environment, config = "pointmaze-medium-v0", EvalConfig(episodes=1, tasks=(1, 2), shard=1)
+    agent = runs.build_agent("gcbc", tiny_config("gcbc"), spec(2, 2), seed=0)
+    timings = Timings(actions={})
+    results = evaluate(agent, environment, config, workers=0, timings=timings)
+    assert timings.actions is not None and list(timings.actions) == [result.spec for result in results]
+    runner = ShardRunner(environment)
+    for result in results:
+        actions = timings.actions[result.spec]
+        assert result.observations is not None and len(actions) == result.length
+        before = runner.replay([result.spec], [np.stack(actions[:-1])])
+        observation, ended, success = runner.step(actions[-1][None])
+        assert before == result.length - 1 and ended[0] and success[0] == result.success
+        assert np.array_equal(observation[0], result.observations[-1])

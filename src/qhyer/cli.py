@@ -29,7 +29,7 @@ COMMANDS = {
     "eval": "RUN...: evaluate trained runs",
     "report": "RUN...: one page with tables and figures",
     "analyze": "NAME RUN...: answer one question about a run",
-    "bench": "infer | data: how fast it is here",
+    "bench": "infer | eval | data: how fast it is here",
     "list": "agents | datasets | presets | analyses: what there is",
     "doctor": "what works on this machine, and what to do about what does not",
 }
@@ -270,10 +270,12 @@ def _analyze(args: list[str]) -> int | None:
 
 def _bench(args: list[str]) -> int | None:
     from qhyer.bench.data import data
+    from qhyer.bench.eval import evaluation
     from qhyer.bench.infer import infer
 
     benches: dict[str, Callable[..., int | None]] = {
         "infer": infer,
+        "eval": evaluation,
         "data": data,
     }
     return _subcommands("qhyer bench", args, benches)

@@ -57,6 +57,20 @@ class EpisodeResult:
     """(length + 1, d_s), kept for the recorded episodes"""
 
 
+@dataclass
+class Timings:
+    """Where the time of an evaluation went, for whoever asks."""
+
+    start_s: float = 0.0
+    """until the first observations: processes, environments, graphs"""
+    policy_s: float = 0.0
+    """the policy, waiting for its actions included"""
+    policy_calls: int = 0
+    total_s: float = 0.0
+    actions: dict[EpisodeSpec, list[np.ndarray]] | None = None
+    """of every step of every episode, kept where there is a place for them"""
+
+
 def plan(config: EvalConfig, environment: str, tasks: int) -> list[list[EpisodeSpec]]:
     """All episodes, in shards."""
     numbers = config.tasks if config.tasks is not None else tuple(range(1, tasks + 1))
@@ -203,13 +217,15 @@ def evaluate(
     *,
     workers: int | Workers | None = None,
     progress: Callable[[int, int], None] | None = None,
+    timings: Timings | None = None,
 ) -> list[EpisodeResult]:
     """Runs the protocol. `workers`: processes that step environments; 0 steps them here; default one per core.
 
     Workers of this environment that are running already may be given instead. `progress(done, total)` is called after
-    each finished shard.
+    each finished shard; `timings` are filled in.
     """
-    config = config or EvalConfig()
+    config, timings = config or EvalConfig(), timings or Timings()
+    begun = time.perf_counter()
     started = workers if isinstance(workers, Workers) else None
     with (
         contextlib.nullcontext(started) if started else Workers(environment, workers) as pool,  # type: ignore[arg-type]
@@ -236,7 +252,13 @@ def evaluate(
         def deliver(left: int) -> None:
             while len(acting) > left:
                 shard, finish = acting.pop(0)
-                shard.request("step", finish())
+                asked = time.perf_counter()
+                actions = finish()
+                timings.policy_s += time.perf_counter() - asked
+                shard.request("step", actions)
+                if timings.actions is not None:
+                    for i, action in zip(shard.active, actions):
+                        timings.actions.setdefault(shard.specs[i], []).append(action)
 
         groups = crews(pool.connections, len(specs))
         for slot in range(2 if pool.count else 1):
@@ -256,9 +278,14 @@ def evaluate(
                         progress(done, total)
                     start(shard.crew, slot)
                     continue
+                asked = time.perf_counter()
+                timings.start_s = timings.start_s or asked - begun
                 acting.append((shard, shard.act(policy)))
+                timings.policy_s += time.perf_counter() - asked
+                timings.policy_calls += 1
                 deliver(left=1 if device.type == "cuda" else 0)  # the device works while the next shard is read
             deliver(left=0)
+    timings.total_s = time.perf_counter() - begun
     return [result for shard in shards for result in shard.results if result is not None]
 
 

@@ -70,6 +70,14 @@ class ShardRunner:
         self.active = [i for i, done in zip(self.active, ended) if not done]
         return np.stack(observations), np.asarray(ended), np.asarray(success)
 
+    def replay(self, specs: list[EpisodeSpec], actions: list[np.ndarray]) -> int:
+        """The simulator alone: these episodes again, one after another, from their recorded actions -> steps taken."""
+        for spec, taken in zip(specs, actions):
+            self.reset([spec])
+            for action in taken:
+                self.step(action[None])
+        return sum(map(len, actions))
+
 
 class Stepper:
     """One process's environments: a few shards, or parts of shards, under way at once, told apart by their slot."""
@@ -87,6 +95,8 @@ class Stepper:
         if slot not in self.runners:
             self.runners[slot] = ShardRunner(self.environment, self.template)
         runner = self.runners[slot]
+        if kind == "replay":
+            return slot, runner.replay(*payload)
         return slot, runner.reset(payload) if kind == "reset" else runner.step(payload)
 
 
