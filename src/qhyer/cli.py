@@ -131,7 +131,7 @@ class _TrainOptions:
 
 
 def _train(args: list[str]) -> int | None:
-    from qhyer import agents, presets
+    from qhyer import agents, distributed, presets, runs
     from qhyer.config import replace
     from qhyer.data import registry
     from qhyer.train import Stopped, TrainConfig, train, train_seeds
@@ -179,22 +179,24 @@ def _train(args: list[str]) -> int | None:
             raise UserError("--goal is for your own npz; a registered dataset has its goal coordinates")
         goal = [int(g) if g.lstrip("-").isdigit() else g for g in options.goal]
         episodes = Episodes.load(path, goal=goal)
-    what = (known.agent, str(path) if path.suffix == ".npz" else name, config, options.train)
+    what = (known.agent, str(path) if path.suffix == ".npz" else name, config)
     common: dict[str, Any] = dict(
         preset=known.preset, resume=options.resume, episodes=episodes, environment=options.env
     )
-    try:
-        if options.seeds:
-            if any(argument.split("=")[0] == "--seed" for argument in rest):
-                raise UserError("give either --seed or --seeds")
-            made = train_seeds(*what, options.seeds, out=options.out, **common)
-        else:
-            made = [train(*what, run=options.out, **common)]
-    except Stopped as stopped:
-        print(stopped, flush=True)
-        return 0
-    for run in made:
-        print(f"run: {run}")
+    if options.seeds and any(argument.split("=")[0] == "--seed" for argument in rest):
+        raise UserError("give either --seed or --seeds")
+    with distributed.processes(runs.resolve_device(options.train.device)) as device:
+        how = replace(options.train, {"device": device}) if distributed.active() else options.train
+        try:
+            if options.seeds:
+                made = train_seeds(*what, how, options.seeds, out=options.out, **common)
+            else:
+                made = [train(*what, how, run=options.out, **common)]
+            said = [f"run: {run}" for run in made]
+        except Stopped as stopped:
+            said = [str(stopped)]
+        if distributed.is_main():
+            print("\n".join(said), flush=True)
     return 0
 
 

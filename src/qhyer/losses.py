@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qhyer import distributed
+
 
 def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the entries where `valid` is one (same shape), zero if there is none."""
+    """Mean over the entries where `valid` is one (same shape), zero if there is none.
+
+    Where processes share a batch, their counts differ: divided by the mean count, the results average to the mean.
+    """
     valid = valid.to(x.dtype)
-    return (x * valid).sum() / valid.sum().clamp(min=1.0)
+    return (x * valid).sum() / distributed.mean(valid.sum()).clamp(min=1.0 / distributed.world())
 
 
 def expectile(u: Tensor, tau: float) -> Tensor:

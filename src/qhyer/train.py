@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qhyer import checkpoint, runs
+from qhyer import checkpoint, distributed, runs
 from qhyer.agent import Agent, AgentConfig, Sampler, Stage
 from qhyer.config import fingerprint, to_dict
 from qhyer.data import registry
@@ -195,6 +195,9 @@ def _train(
     quiet: bool,
     on_step: Callable[[int], None] | None,
 ) -> list[Path]:
+    quiet = quiet or not distributed.is_main()
+    if len(configs) > 1 and distributed.active():
+        raise UserError("torchrun shares the batches of one run among processes: give it one --seed, not --seeds")
     device = runs.resolve_device(configs[0].device)
     if episodes is None:
         episodes, _ = registry.load(dataset, device)
@@ -240,9 +243,10 @@ def _train(
         if not _is_done(run, info, config, resume, quiet):
             loops.append(_Loop(run, agent, episodes, train_config, torch.device(device), environment, on_step))
             infos.append(info)
+    distributed.wait_for_all()  # no process writes before all have looked
     if loops:
         for loop, info in zip(loops, infos):
-            if not loop.has_begun():
+            if distributed.is_main() and not loop.has_begun():
                 write_json(loop.run / "run.json", info)
         with _torch_settings(threads, configs[0].precision, device):
             _take_turns(loops, resume, f"{agent_name} on {episodes.name}", quiet)
@@ -398,11 +402,17 @@ class _Loop:
         self.update: Update | None = None
         self.saved_metrics: tuple[list[str], Tensor, int] | None = None
         self.generator = torch.Generator(device=device)
-        self.lane = Lane(device, stream_seed(config.seed, "train"))  # dropout and noise
+        self.lane = Lane(device, self._noise_seed())
+        self.stopping = False
         self.seconds_before = 0.0
         self.writer: Any = None
 
     # ------------------------------------------------------------------------------------------- state
+
+    def _noise_seed(self, *names: str | int) -> int:
+        """Dropout and noise: a stream of its own for each process that shares the batches."""
+        others = () if distributed.is_main() else ("process", distributed.rank(), *names)
+        return stream_seed(self.config.seed, "train", *others)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         unique: dict[int, torch.optim.Optimizer] = {}
@@ -411,7 +421,9 @@ class _Loop:
                 unique[id(optimizer)] = optimizer
         return list(unique.values())
 
-    def save(self) -> Path:
+    def save(self) -> None:
+        if not distributed.is_main():
+            return
         tensors, groups = checkpoint.pack_optimizers(self._optimizers())
         tensors["rng/sampler"] = self.generator.get_state()
         tensors["rng/torch"] = torch.get_rng_state()
@@ -421,23 +433,24 @@ class _Loop:
         if self.update is not None and self.update.sums is not None and self.update.count:
             tensors["metrics"] = self.update.sums
             state |= {"metrics": self.update.names, "metrics_count": self.update.count}
-        return checkpoint.save(self.folder, self.step, self.agent.state_dict(), tensors, state, self.config.keep)
+        checkpoint.save(self.folder, self.step, self.agent.state_dict(), tensors, state, self.config.keep)
 
     def restore(self) -> None:
         saved = checkpoint.load(checkpoint.latest(self.folder), self.device)
         self.agent.load_state_dict(saved.agent)
         checkpoint.unpack_optimizers(self._optimizers(), saved.training, saved.state["optimizers"])
         self.generator.set_state(saved.training["rng/sampler"])
-        torch.set_rng_state(saved.training["rng/torch"])
-        if "rng/cuda" in saved.training and self.device.type == "cuda":
-            torch.cuda.set_rng_state(saved.training["rng/cuda"], self.device)
+        if distributed.is_main():
+            torch.set_rng_state(saved.training["rng/torch"])
+            if "rng/cuda" in saved.training and self.device.type == "cuda":
+                torch.cuda.set_rng_state(saved.training["rng/cuda"], self.device)
+        else:  # the main process's noise was saved; the others' goes on in a stream of its own
+            torch.manual_seed(self._noise_seed(saved.state["step"]))
         if "metrics" in saved.training:
             sums = saved.training["metrics"].to(self.device)
             self.saved_metrics = (saved.state["metrics"], sums, saved.state["metrics_count"])
         self.step = saved.state["step"]
         self.seconds_before = saved.state["seconds"]
-        for name in ("metrics.jsonl", "timings.jsonl"):
-            _truncate_jsonl(self.run / name, self.step)
 
     @property
     def seconds(self) -> float:
@@ -450,18 +463,19 @@ class _Loop:
 
     def begin(self, resume: bool) -> None:
         self.begun = time.perf_counter()
-        checkpoint.clean(self.folder)
-        self.generator.manual_seed(stream_seed(self.config.seed, "data"))
+        self.generator.manual_seed(stream_seed(self.config.seed, "data"))  # the same in all processes: one batch
         if resume and checkpoint.steps(self.folder):
             self.restore()
-        else:
+        distributed.copy_from_main(self.agent.state_dict().values())
+        if distributed.is_main():
+            checkpoint.clean(self.folder)
             for name in ("metrics.jsonl", "timings.jsonl"):
-                (self.run / name).unlink(missing_ok=True)
-        if self.config.tensorboard:
-            self.writer = _tensorboard(self.run, self.step)
+                _truncate_jsonl(self.run / name, self.step)
+            if self.config.tensorboard:
+                self.writer = _tensorboard(self.run, self.step)
 
     def updates(self, board: _Board, stop: threading.Event) -> Iterator[None]:
-        """Trains, an update at a time, until the end or until `stop` is set; then everything is saved."""
+        """Trains, an update at a time, until the end or until `stop` is set anywhere; then everything is saved."""
         self.board = board
         done = 0
         try:
@@ -469,7 +483,7 @@ class _Loop:
                 if self.step < done + stage.steps:
                     yield from self._run_stage(stage, done, stop)
                 done += stage.steps
-                if stop.is_set():
+                if self.stopping:
                     return
         finally:
             if self.writer is not None:
@@ -507,8 +521,8 @@ class _Loop:
             save = after == last or (self.config.save_every and after % self.config.save_every == 0)
             try:
                 update(self.step - first)
-                stopping = stop.is_set()
-                if log or save or stopping:
+                self.stopping = distributed.any_process(stop.is_set())
+                if log or save or self.stopping:
                     update.check()  # a poisoned state is never saved
             except FloatingPointError:
                 self._dump_and_stop()
@@ -520,11 +534,12 @@ class _Loop:
             self.board.advance(self.config.seed, self.step)
             if self.step == last and stage.finish is not None:
                 stage.finish(self.episodes)
-            if save or stopping:
+                distributed.copy_from_main(self.agent.state_dict().values())
+            if save or self.stopping:
                 self.save()
             if self.config.eval_every and self.step % self.config.eval_every == 0 and self.environment:
                 self._evaluate()
-            if stopping:
+            if self.stopping:
                 return
             yield
 
@@ -533,6 +548,8 @@ class _Loop:
         values = self.update.take_metrics()
         if not all(np.isfinite(value) for value in values.values()):
             self._dump_and_stop()
+        if not distributed.is_main():
+            return
         self.run.mkdir(parents=True, exist_ok=True)
         with open(self.run / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": self.step, "stage": stage.name, **values}) + "\n")
@@ -544,18 +561,20 @@ class _Loop:
         self.board.show(self.config.seed, self.step, values)
 
     def _timing(self) -> dict[str, Any]:
-        """Seconds, and what they depend on: how updates are run, and how many seeds share the device."""
+        """Seconds, and what they depend on: how updates are run, how many seeds or processes share the work."""
         assert self.update is not None
         line = {"step": self.step, "seconds": round(self.seconds, 3), "update": self.update.path}
-        return line | ({"together": self.together} if self.together > 1 else {})
+        several = {"together": self.together, "processes": distributed.world()}
+        return line | {name: count for name, count in several.items() if count > 1}
 
     def _dump_and_stop(self) -> None:
         """Save the row numbers of the offending batch, and say where."""
         assert self.update is not None
         path = self.run / f"nonfinite-{self.step:08d}.npz"
-        rows: dict[str, Any] = {name: value.cpu().numpy() for name, value in self.update.rows.items()}
-        with atomic_file(path) as temporary, open(temporary, "wb") as file:
-            np.savez(file, **rows)
+        if distributed.is_main():
+            rows: dict[str, Any] = {name: value.cpu().numpy() for name, value in self.update.rows.items()}
+            with atomic_file(path) as temporary, open(temporary, "wb") as file:
+                np.savez(file, **rows)
         kept = checkpoint.steps(self.folder)
         last = f"the last good checkpoint is update {kept[-1]}" if kept else "no checkpoint was written yet"
         raise NonFinite(
@@ -565,6 +584,8 @@ class _Loop:
 
     def _evaluate(self) -> None:
         assert self.environment is not None
+        if not distributed.is_main():
+            return
         results = evaluate(self.agent, self.environment, EvalConfig(episodes=self.config.eval_episodes))
         runs.save_evaluation(self.run, self.step, results, self.environment)
         self._note(f"update {self.step}: success {100 * success_rate(results):.1f} %")

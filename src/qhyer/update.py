@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from qhyer import distributed
 from qhyer.agent import Agent, Batch, Sampler, Stage
 from qhyer.lane import default_cuda_generator
 
@@ -81,23 +82,26 @@ class Update:
 
     def compute(self) -> None:
         """Sample, loss, backward, clip, step, metrics."""
-        batch = self.sampler.sample(self.stage.batch_size)
+        drawn = self.sampler.sample(self.stage.batch_size)
+        batch = distributed.share(drawn)
         # No cache of casts: one made under no_grad (the Q tokens) would cut the gradient of the same weights later.
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast, cache_enabled=False):
             loss, metrics = self.loss(batch)
         self.drop_gradients()
         loss.backward()
+        distributed.average_gradients(p for parameters in self.parameters for p in parameters)
         clip = math.inf if self.stage.grad_clip is None else self.stage.grad_clip
         norms = [torch.nn.utils.clip_grad_norm_(parameters, clip) for parameters in self.parameters]
-        metrics = {"loss": loss.detach(), **metrics, "grad_norm": torch.stack(norms).norm()}
-        self._watch(batch, torch.isfinite(metrics["loss"]) & torch.isfinite(metrics["grad_norm"]))
+        metrics = {"loss": loss, **metrics}
+        means = distributed.mean(torch.stack([value.detach().double() for value in metrics.values()]))
+        values = torch.cat([means, torch.stack(norms).norm().double()[None]])
+        self._watch(drawn, torch.isfinite(values[0]) & torch.isfinite(values[-1]))
         for optimizer in self.stage.optimizers:
             optimizer.step()
         if self.stage.after_step is not None:
             self.stage.after_step()
-        values = torch.stack([value.detach().double() for value in metrics.values()])
         if self.sums is None:
-            self.names, self.sums = list(metrics), torch.zeros_like(values)
+            self.names, self.sums = [*metrics, "grad_norm"], torch.zeros_like(values)
         self.sums += values
 
     def __call__(self, step: int) -> None:
@@ -237,8 +241,10 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.sampler)  # torch's own generator is there already
         pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.current_stream(self.device)
+        mode = "thread_local" if distributed.active() else "global"  # NCCL looks after its sums from another thread
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(self.device)):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 work()
         except BaseException:
             self._abandon(graph, pool)

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from qhyer import losses
+from qhyer import distributed, losses
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import WindowSamplerConfig
@@ -211,9 +211,9 @@ class QHyer(Agent):
         if self.training:
             rate = torch.where(self.q_seen > 0, Q_SCALE_RATE, 1.0)  # the first batch sets the scale, later ones move it
             if self.config.q_normalization == "standardize":
-                self.q_shift.lerp_(losses.masked_mean(q, batch["valid"]), rate)
+                self.q_shift.lerp_(distributed.mean(losses.masked_mean(q, batch["valid"])), rate)
             spread = losses.masked_mean((q - self.q_shift).abs(), batch["valid"])
-            self.q_scale.lerp_(spread, rate)
+            self.q_scale.lerp_(distributed.mean(spread), rate)
             self.q_seen.fill_(1.0)
         return (q - self.q_shift) / (self.q_scale + Q_SCALE_FLOOR)
 
