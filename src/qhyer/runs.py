@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qhyer import agents, checkpoint
+from qhyer import agents, checkpoint, envs
 from qhyer.agent import Agent
 from qhyer.config import from_dict
 from qhyer.data.episodes import DataSpec
@@ -137,8 +137,11 @@ def save_evaluation(
     for i, (_, observations) in enumerate(recorded):
         padded[i, : len(observations)] = observations
     if about is None:
-        with Workers(environment, 0) as here:
-            about = here.about()
+        env = envs.make(environment)
+        geometry = envs.maze_geometry(env)
+        env.close()
+    else:
+        geometry = about.geometry
     arrays: dict[str, Any] = {
         "task": np.array([r.spec.task for r, _ in recorded]),
         "episode": np.array([r.spec.episode for r, _ in recorded]),
@@ -146,7 +149,7 @@ def save_evaluation(
         "length": np.array([r.length for r, _ in recorded]),
         "observations": padded,
         "goals": np.stack([r.goal for r, _ in recorded]),
-        **(about.geometry or {}),
+        **(geometry or {}),
     }
     with atomic_file(Path(run) / "rollouts" / f"{step:08d}.npz") as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, **arrays)
