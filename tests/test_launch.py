@@ -134,7 +134,7 @@ def test_bad_options(options, words):
 
 
 def test_ray_is_asked_for_only_when_needed(monkeypatch):
-    code = "import sys, qhyer.cli, qhyer.launch, qhyer.data.commands; print('ray' in sys.modules)"
+    code = "import sys, qhyer.cli, qhyer.sweep, qhyer.manifest, qhyer.data.commands; print('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     with pytest.raises(UserError, match=r"pip install 'qhyer\[ray\]'"):

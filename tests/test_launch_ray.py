@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +12,11 @@ from typing import Any
 
 import pytest
 from test_launch import die, die_once, square, told_to_go_once
+from test_sweep import TINY, call, contents, write
+from test_sweep import maze as maze  # a fixture
 
+from qhyer import manifest, sweep
+from qhyer import train as training
 from qhyer.data import registry
 from qhyer.data.generate import generate
 from qhyer.errors import UserError
@@ -133,3 +139,70 @@ def test_a_job_no_node_has_room_for_waits_and_says_so(cluster):
     (outcome,) = launch(square, [1], launcher="ray", gpus=4.0, note=add_such_a_node)
     assert outcome.value == 1
     assert notes == ["waiting: no node of the cluster has 1 CPUs and 4 GPUs for a job"]
+
+
+# --------------------------------------------------------------------------------------------------------- sweeps
+
+
+def die_in_training(job: sweep.CellJob) -> sweep.CellResult:
+    """The first worker of seed 1 is killed at update 5; the updates of each are written down."""
+    diary = Path(job.command[1]).parent / "diary"
+    first = not diary.exists()
+
+    def on_step(step: int) -> None:
+        with open(diary, "a") as file:
+            file.write(f"{step}\n")
+        if first and step == 5:
+            os._exit(1)
+
+    original = training.train
+    if job.cell.seed == 1:
+        training.train = functools.partial(original, on_step=on_step)
+    try:
+        return sweep.run_cell(job)
+    finally:
+        training.train = original
+
+
+@pytest.fixture
+def expected(maze, tmp_path, monkeypatch) -> list[dict[str, Any]]:
+    """What the small sweep comes to on this machine alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QHYER_DATA", str(maze))
+    path = write(tmp_path / "local.toml", TINY.format(out="local"))
+    assert call("sweep", path) == 0
+    return [contents(cell.folder) for cell in manifest.read(path)]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["files travel", "shared folder"])
+def test_a_sweep_with_a_lost_worker_comes_to_the_same(cluster, expected, tmp_path, monkeypatch, capsys, shared):
+    path = write(tmp_path / "there.toml", TINY.format(out="there"))
+    monkeypatch.setattr(sweep, "run_cell", die_in_training)
+    monkeypatch.setattr("sys.argv", ["qhyer", str(path)])
+    assert call("sweep", path, "--launcher", "ray", *["--shared"] * shared) == 0
+    output = capsys.readouterr().out
+    assert "s1-" in output and "its worker was lost (WorkerCrashedError); it is run again" in output
+    updates = [int(line) for line in (tmp_path / "diary").read_text().split()]
+    assert updates == [1, 2, 3, 4, 5, *([5, 6] if shared else [1, 2, 3, 4, 5, 6])]
+    cells = manifest.read(path)
+    assert [contents(cell.folder) for cell in cells] == expected
+    assert f'"qhyer {path}"' in (cells[0].folder / "run.json").read_text()
+    assert all(cell.folder.parent == Path("there/pointmaze-medium-stitch-v0") for cell in cells)
+    assert {item.name for item in cells[0].folder.parent.iterdir()} == {cell.folder.name for cell in cells}
+
+
+def test_an_unfinished_run_goes_on_there_and_failures_come_back(cluster, expected, tmp_path, monkeypatch, capsys):
+    text = TINY.format(out="there").replace("seeds = [0, 1]", "seeds = [0]")
+    path = write(tmp_path / "there.toml", text + "eval = false\n")
+    assert call("sweep", path) == 0  # trained here, evaluated there
+    write(path, text)
+    (cell,) = manifest.read(path)
+    assert sweep.status(cell).text == "trained, not evaluated"
+    monkeypatch.setattr("sys.argv", ["qhyer"])
+    assert call("sweep", path, "--launcher", "ray") == 0
+    assert contents(cell.folder) == expected[0]
+
+    write(path, text.replace("medium-stitch", "large-stitch") + "eval = false\n")
+    assert call("sweep", path, "--launcher", "ray") == 1
+    output = " ".join(capsys.readouterr().out.split())
+    assert "pointmaze-large-stitch-v0 is not on this disk" in output and "on " in output

@@ -27,6 +27,7 @@ COMMANDS = {
     "data": "generate | check | info | list: datasets",
     "train": "AGENT DATASET: train an agent",
     "eval": "RUN...: evaluate trained runs",
+    "sweep": "MANIFEST: train and evaluate many: agents × datasets × seeds, here or on a Ray cluster",
     "report": "RUN...: one page with tables and figures",
     "analyze": "NAME RUN...: answer one question about a run",
     "bench": "infer | eval | data: how fast it is here",
@@ -79,6 +80,7 @@ def _dispatch(args: list[str]) -> int | None:
         "data": _data,
         "train": _train,
         "eval": _eval,
+        "sweep": _sweep,
         "report": _report,
         "analyze": _analyze,
         "bench": _bench,
@@ -256,6 +258,12 @@ def _eval(args: list[str]) -> int | None:
 
 
 # ------------------------------------------------------------------------------------------------- the others
+
+
+def _sweep(args: list[str]) -> int | None:
+    from qhyer.sweep import sweep
+
+    return tyro.cli(sweep, args=args, prog="qhyer sweep")
 
 
 def _report(args: list[str]) -> int | None:

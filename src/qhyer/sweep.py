@@ -1,0 +1,381 @@
+"""A sweep: the runs of a manifest, trained and evaluated, here or on a Ray cluster. What is finished is not done again.
+
+On a cluster a run is made in a temporary folder of its node, and its files travel: to the node what there is of an
+unfinished run, back all that it came to. Where all nodes see the same folder (`shared`), it is written there directly,
+and a lost run goes on from its last checkpoint instead of from its beginning. Datasets do not travel: each node reads
+them from the folder they have here, if it sees it, and otherwise from its own ($QHYER_DATA).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import platform
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from qhyer.errors import UserError
+from qhyer.launch import Launcher, Lost, cores, failure, launch
+
+if TYPE_CHECKING:
+    from qhyer.manifest import Cell
+
+Files = dict[str, bytes]
+"""a run's folder: path in it -> content"""
+
+
+def sweep(
+    manifest: tyro.conf.Positional[Path],
+    *,
+    dry_run: bool = False,
+    only: tuple[str, ...] = (),
+    workers: int | None = None,
+    launcher: Launcher = "local",
+    address: str | None = None,
+    cpus: float = 1.0,
+    gpus: float = 0.0,
+    shared: bool = False,
+    retries: int = 3,
+) -> int:
+    """Train and evaluate the runs of a manifest: agents × datasets × seeds. Run it again to go on after a stop.
+
+    Args:
+        manifest: a TOML file; docs/examples/sweep.toml is one, docs/scale.md says what it may hold
+        dry_run: show the runs and stop
+        only: only runs whose name has one of these in it, such as gcbc, s0- or 'cube-*-s0-'
+        workers: runs at a time; 1 if not given (ray: as many as the cluster has room for)
+        launcher: local, or ray: on a Ray cluster, with the same results
+        address: the Ray cluster's; $RAY_ADDRESS, or the one running here, if not given
+        cpus: ray: cores that a run asks for
+        gpus: ray: GPUs that a run asks for; 0.5 lets two share one
+        shared: ray: every node sees the output folder under the same path; runs are written there directly
+        retries: how often a run is tried again after its worker was lost
+    """
+    from qhyer.manifest import read
+
+    console = Console(highlight=False)
+    cells = _matching(read(manifest), only)
+    before = [status(cell) for cell in cells]
+    console.print(_table(cells, before))
+    todo = [cell for cell, at in zip(cells, before) if not at.finished]
+    console.print(f"{len(cells)} runs, {len(cells) - len(todo)} finished, {len(todo)} to do")
+    if dry_run or not todo:
+        return 0
+    options = dict(launcher=launcher, address=address, cpus=cpus, gpus=gpus, retries=retries)
+    failed = _run(todo, console, shared=shared, workers=workers, **options)  # type: ignore[arg-type]
+    after = [status(cell) for cell in cells]
+    console.print(_table(cells, after, failed))
+    for name, text in failed.items():
+        console.print(f"[red]failed:[/red] {escape(name)}: {escape(text)}", soft_wrap=True)
+    mixed = _mixed_data(cells)
+    for text in mixed:
+        console.print(f"[red]not comparable:[/red] {escape(text)}", soft_wrap=True)
+    if not failed:
+        console.print(f"`qhyer report {cells[0].out}` makes a page of them", soft_wrap=True)
+    return 1 if failed or mixed else 0
+
+
+def _matching(cells: list[Cell], only: Sequence[str]) -> list[Cell]:
+    if not only:
+        return cells
+    found = [cell for cell in cells if any(fnmatch.fnmatchcase(cell.name, f"*{glob}*") for glob in only)]
+    if not found:
+        raise UserError(f"no run matches --only {' '.join(only)}; the names are like {cells[0].name}")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- what there is
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far a run is, as its folder tells."""
+
+    text: str
+    finished: bool = False
+    """trained, and evaluated as the manifest asks"""
+    success: float | None = None
+
+
+def status(cell: Cell) -> Status:
+    from qhyer import checkpoint, runs
+    from qhyer.errors import CorruptFile
+    from qhyer.evaluate import plan
+    from qhyer.records import read_rows
+    from qhyer.train import is_finished
+
+    steps = checkpoint.steps(cell.folder / "checkpoints")
+    if not steps or not (cell.folder / "run.json").is_file():
+        return Status("new")
+    try:
+        if not is_finished(cell.folder, cell.config):
+            return Status(f"unfinished, at update {steps[-1]}")
+        if cell.eval is None:
+            return Status("finished", True)
+        rows = [row for row in read_rows(cell.folder / "episodes.csv") if row.step == steps[-1]]
+        environment = cell.environment or runs.read(cell.folder)["environment"]
+    except CorruptFile as error:
+        return Status(f"damaged: {error}")
+    tasks = max((row.task for row in rows), default=0)
+    if tasks < max(cell.eval.tasks or (1,)):
+        return Status("trained, not evaluated")
+    wanted = {(s.task, s.episode, s.seed) for shard in plan(cell.eval, environment, tasks) for s in shard}
+    if not wanted <= {(row.task, row.episode, row.env_seed) for row in rows}:
+        return Status("trained, not evaluated")
+    by_task: dict[int, list[int]] = {}
+    for row in rows:
+        by_task.setdefault(row.task, []).append(row.success)
+    return Status("finished", True, sum(sum(v) / len(v) for v in by_task.values()) / len(by_task))
+
+
+def _table(cells: Sequence[Cell], found: Sequence[Status], failed: dict[str, str] | None = None) -> Table:
+    """The runs in the manifest's order."""
+    table = Table()
+    table.add_column("run", overflow="fold")
+    table.add_column("status", overflow="fold")
+    table.add_column("success %", justify="right", no_wrap=True)
+    for cell, at in zip(cells, found):
+        text = f"[red]failed[/red]; {escape(at.text)}" if cell.name in (failed or {}) else escape(at.text)
+        table.add_row(escape(cell.name), text, "" if at.success is None else f"{100 * at.success:.1f}")
+    return table
+
+
+def _mixed_data(cells: Sequence[Cell]) -> list[str]:
+    """A sentence for each dataset whose runs saw different data: other files on some nodes, or since an earlier run."""
+    from qhyer import runs
+
+    seen: dict[str, dict[str, str]] = {}
+    for cell in cells:
+        if (cell.folder / "run.json").is_file():
+            print_ = str(runs.read(cell.folder).get("data", {}).get("fingerprint", ""))[:12]
+            seen.setdefault(cell.dataset, {}).setdefault(print_, cell.name)
+    return [
+        f"runs on {dataset} were trained on different data: "
+        + ", ".join(f"{name} on {print_}" for print_, name in prints.items())
+        for dataset, prints in seen.items()
+        if len(prints) > 1
+    ]
+
+
+# -------------------------------------------------------------------------------------------------- running them
+
+
+@dataclass(frozen=True)
+class CellJob:
+    """A cell as it is sent to a worker."""
+
+    cell: Cell
+    """its folder, and that of an own npz, as absolute paths"""
+    data: Path
+    """where datasets are on the machine that asks"""
+    command: tuple[str, ...]
+    """what the user typed; for run.json"""
+    ship: bool = False
+    """write into a temporary folder and send the files back"""
+    files: Files = field(default_factory=dict)
+    """what there is of the run, for a worker that does not see its folder"""
+    eval_workers: int | None = None
+    quiet: bool = True
+
+
+@dataclass(frozen=True)
+class CellResult:
+    seconds: float
+    files: Files = field(default_factory=dict)
+    error: str = ""
+    trace: str = ""
+
+
+def _run(
+    cells: Sequence[Cell],
+    console: Console,
+    *,
+    shared: bool,
+    workers: int | None,
+    launcher: Launcher,
+    cpus: float,
+    **options: Any,
+) -> dict[str, str]:
+    """Runs the cells; returns what went wrong, by name."""
+    from qhyer.data import registry
+
+    if shared and launcher != "ray":
+        raise UserError("--shared is for --launcher ray; local runs are written where they belong anyway")
+    ship = launcher == "ray" and not shared
+    share = int(cpus) if launcher == "ray" else cores() // (workers or 1)
+    alone = launcher == "local" and (workers or 1) == 1
+    jobs = [
+        CellJob(
+            dataclasses.replace(cell, out=cell.out.resolve()),
+            registry.data_dir().resolve(),
+            tuple(sys.argv),
+            ship,
+            pack(cell.folder) if ship else {},
+            None if alone else share if share > 1 else 0,
+            quiet=not alone,
+        )
+        for cell in cells
+    ]
+    failed: dict[str, str] = {}
+    names = [cell.name for cell in cells]
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    try:
+        with _sigterm_interrupts():
+            outcomes = launch(
+                run_cell,
+                jobs,
+                launcher=launcher,
+                workers=workers,
+                cpus=cpus,
+                names=names,
+                note=lambda text: say(escape(text)),
+                **options,
+            )
+            with contextlib.closing(outcomes):
+                for number, outcome in enumerate(outcomes, 1):
+                    cell = cells[outcome.index]
+                    result = outcome.value or CellResult(0.0, error=outcome.error, trace=outcome.trace)
+                    if result.files:
+                        unpack(result.files, cell.folder)
+                    what = f"{number} of {len(cells)}: {cell.name}"
+                    if result.error:
+                        failed[cell.name] = result.error
+                        say(f"{escape(what)}: [red]failed[/red]\n{escape(result.trace or result.error)}")
+                    else:
+                        score = status(cell).success
+                        said = "trained" if score is None else f"success {100 * score:.1f} %"
+                        say(f"{escape(what)}: {said}, {result.seconds:.0f} seconds")
+    except KeyboardInterrupt:
+        say("Stopped. What was done is kept: the same command goes on from here.")
+        raise
+    return failed
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """A batch system's SIGTERM stops the sweep as Ctrl-C does: running trainings save."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_cell(job: CellJob) -> CellResult:
+    """Trains a cell, or goes on with it, and evaluates its last checkpoint."""
+    begun = time.perf_counter()
+    if not job.ship:
+        _train_and_evaluate(job, job.cell.folder)
+        return CellResult(time.perf_counter() - begun)
+    with tempfile.TemporaryDirectory(prefix="qhyer-") as scratch:
+        run = Path(scratch).resolve() / job.cell.folder.name
+        if job.files:
+            unpack(job.files, run)
+        error = trace = ""
+        try:
+            _train_and_evaluate(job, run)
+        except Lost:
+            raise
+        except Exception as caught:  # what it left (rows that were not finite, metrics) travels all the same
+            error, trace = (text.replace(str(run), str(job.cell.folder)) for text in failure(caught))
+        return CellResult(time.perf_counter() - begun, pack(run), error, trace)
+
+
+def _train_and_evaluate(job: CellJob, run: Path) -> None:
+    from qhyer.runs import evaluate_run
+    from qhyer.train import Stopped, train
+
+    cell = job.cell
+    episodes = _episodes(job)
+    ours, sys.argv = sys.argv, list(job.command)  # run.json says what the user typed, not what a worker was started as
+    try:
+        train(
+            cell.agent,
+            cell.dataset,
+            cell.config,
+            cell.train,
+            preset=cell.preset,
+            run=run,
+            resume=True,
+            episodes=episodes,
+            environment=cell.environment,
+            quiet=job.quiet,
+        )
+    except Stopped as stopped:
+        raise Lost(str(stopped)) from None
+    finally:
+        sys.argv = ours
+    if cell.eval is not None:
+        evaluate_run(
+            run,
+            cell.eval,
+            environment=cell.environment,
+            device=cell.eval_device,
+            workers=job.eval_workers,
+            quiet=job.quiet,
+        )
+
+
+def _episodes(job: CellJob) -> Any:
+    """The data, as this machine has it."""
+    from qhyer.data import registry
+    from qhyer.data.episodes import Episodes
+
+    cell = job.cell
+    there = job.data / f"{cell.dataset}.npz"
+    try:
+        if cell.goal is not None:
+            return Episodes.load(cell.dataset, goal=list(cell.goal))  # type: ignore[arg-type]
+        return registry.load(there if there.is_file() else cell.dataset)[0]
+    except UserError as error:
+        raise UserError(f"on {platform.node()}: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------- folders that travel
+
+
+def pack(folder: Path) -> Files:
+    """All files below a folder, without those that are half-written."""
+    from qhyer.storage import TEMPORARY
+
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = {path: path.relative_to(folder) for path in found}
+    return {
+        name.as_posix(): path.read_bytes()
+        for path, name in names.items()
+        if not any(part.startswith(TEMPORARY) for part in name.parts)
+    }
+
+
+def unpack(files: Files, folder: Path) -> None:
+    """The folder these files make, whole or not at all; one that is there is replaced."""
+    from qhyer.storage import atomic_directory
+
+    with atomic_directory(folder) as temporary:
+        for name, content in files.items():
+            path = temporary / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)

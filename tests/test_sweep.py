@@ -1,0 +1,331 @@
+"""Sweeps: manifests that say what is wrong with them, runs that are done once, go on after a stop, and agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qhyer import checkpoint, cli, manifest, sweep
+from qhyer import train as training
+from qhyer.data import registry
+from qhyer.data.generate import generate
+from qhyer.errors import UserError
+from qhyer.evaluate import EvalConfig
+from qhyer.records import read_rows
+
+EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "sweep.toml"
+
+TINY = """
+out = "{out}"
+datasets = ["pointmaze-medium-stitch"]
+seeds = [0, 1]
+[override]
+steps = 6
+batch_size = 8
+[override.gcbc]
+hidden = [16, 16]
+[train]
+device = "cpu"
+threads = 1
+save_every = 2
+log_every = 2
+[eval]
+episodes = 1
+tasks = [3]
+[[grid]]
+agents = ["gcbc"]
+"""
+
+
+@pytest.fixture(scope="module")
+def maze(tmp_path_factory) -> Path:
+    """A folder with a very small registered dataset."""
+    folder = tmp_path_factory.mktemp("data")
+    generate(registry.get("pointmaze-medium-stitch"), out=folder, episodes=4, rows=30, workers=1, progress=False)
+    return folder
+
+
+@pytest.fixture
+def tiny(maze, tmp_path, monkeypatch) -> Path:
+    """A manifest of two small runs, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QHYER_DATA", str(maze))
+    return write(tmp_path / "tiny.toml", TINY.format(out="runs"))
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def call(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(map(str, arguments)))
+    return int(ended.value.code or 0)
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """What a run came to, without clocks: weights, optimisers, metrics and scores."""
+    last = checkpoint.latest(folder / "checkpoints")
+    rows = [(row.run, row.task, row.episode, row.success, row.length) for row in read_rows(folder / "episodes.csv")]
+    info = json.loads((folder / "run.json").read_text())
+    named = ("agent", "preset", "dataset", "environment", "seed", "config", "train", "data", "versions")
+    return {
+        "weights": (last / "agent.safetensors").read_bytes(),
+        "moments": (last / "training.safetensors").read_bytes(),
+        "metrics": (folder / "metrics.jsonl").read_bytes(),
+        "rows": rows,
+        **{name: info[name] for name in named},
+    }
+
+
+# ----------------------------------------------------------------------------------------------------- manifests
+
+
+def test_the_example_is_what_it_says():
+    cells = manifest.read(EXAMPLE)
+    assert [(cell.agent, cell.variant, cell.seed) for cell in cells] == [
+        ("qhyer", "", 0),
+        ("qhyer", "", 1),
+        ("gcbc", "", 0),
+        ("gcbc", "", 1),
+        ("qhyer", "backbone=attention", 0),
+        ("qhyer", "backbone=mamba", 0),
+    ]
+    assert all(cell.dataset == "pointmaze-medium-stitch-v0" and cell.preset == "demo" for cell in cells)
+    assert all(cell.config.steps == 200 and cell.train.save_every == 100 for cell in cells)
+    assert all(cell.eval == EvalConfig(episodes=4) and cell.train.seed == cell.seed for cell in cells)
+    assert cells[2].config.hidden == (64, 64) and cells[5].config.backbone == "mamba"  # type: ignore[attr-defined]
+    assert len({cell.folder for cell in cells}) == 6
+
+
+def test_variants_cross_with_values(tmp_path):
+    text = """
+    agents = ["qhyer"]
+    datasets = ["cube-single-play", "scene-play-v0"]
+    seeds = [3]
+    [variants.full]
+    [variants.no-q]
+    conditioning = "none"
+    [vary]
+    expectile = [0.9, 1e-1]
+    cosine = [true]
+    """
+    cells = manifest.read(write(tmp_path / "m.toml", text))
+    assert len(cells) == 8
+    assert [cell.variant for cell in cells[:4]] == [
+        "full, expectile=0.9, cosine=true",
+        "full, expectile=0.1, cosine=true",
+        "no-q, expectile=0.9, cosine=true",
+        "no-q, expectile=0.1, cosine=true",
+    ]
+    config: Any = cells[2].config
+    assert config.conditioning == "none" and config.expectile == 0.9 and config.cosine
+    assert config.width == 256 and cells[4].config.width == 384  # type: ignore[attr-defined]  # each dataset's preset
+    assert cells[2].name.startswith("cube-single-play-v0/qhyer-paper-no-q-expectile-0.9-cosine-true-s3-")
+    assert all(cell.eval == EvalConfig() and cell.out == Path("runs") for cell in cells)
+
+
+def test_a_run_in_two_grids_is_one_run(tmp_path):
+    grid = '[[grid]]\nagents = ["gcbc"]\ndatasets = ["cube-single-play"]\nseeds = [0, 0]\n'
+    assert len(manifest.read(write(tmp_path / "m.toml", 2 * grid))) == 1
+    with pytest.raises(UserError, match=r"grid 2 and .*grid 1 ask for the same run"):
+        manifest.read(write(tmp_path / "m.toml", grid + grid + "train = {save_every = 7}\n"))
+
+
+GRID = '[[grid]]\nagents = ["gcbc", "qhyer"]\ndatasets = ["cube-single-play"]\nseeds = [0]\n'
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "agents: give a list (it is missing)"),
+        ("out = 3", "out: write it as text"),
+        ("[[grid]", "cannot be read as TOML"),
+        ("grid = 3", "write each grid as a table [[grid]]"),
+        ("agent = 3\n" + GRID, "no key is called 'agent'; did you mean agents?"),
+        (GRID + "sedes = [1]", "grid 1: no key is called 'sedes'; did you mean seeds?"),
+        (GRID + GRID.replace("gcbc", "gcbd"), "grid 2: agents: no agent is called 'gcbd'; did you mean gcbc?"),
+        (GRID.replace("cube-single", "cube-singel"), "datasets: no dataset is called 'cube-singel-play'; did you mean"),
+        (GRID.replace("[0]", "0"), "grid 1: seeds: give a list (not 0)"),
+        (GRID.replace("[0]", "[0.5]"), "seeds: give a whole number, not 0.5"),
+        (GRID.replace("[0]", "[-1]"), "cannot be negative"),
+        (GRID + 'preset = "papr"', "preset: no preset of gcbc is called 'papr'; did you mean paper?"),
+        (GRID + "override = {stesp = 3}", "override.stesp: no field of gcbc is called 'stesp'; did you mean steps?"),
+        (GRID + "override = {qhyer = {widht = 3}}", "override.qhyer.widht: no field of qhyer"),
+        (GRID + "override = {crl = {width = 3}}", "override.crl: no agent of this grid is called 'crl'"),
+        (GRID + 'override = {steps = "many"}', "override.steps: give a whole number, not 'many'"),
+        (GRID + "override = {steps = true}", "override.steps: give a whole number, not True"),
+        (GRID + "override = {steps = 0}", "gcbc: steps must be at least 1"),
+        (GRID + "override = {gcbc = {hidden = 3}}", "override.gcbc.hidden: give a list, not 3"),
+        (GRID + 'override = {qhyer = {backbone = "hibrid"}}', "no choice is called 'hibrid'; did you mean hybrid?"),
+        (GRID + "override = {qhyer = {heads = 3}}", "qhyer: width 256 is not a multiple of 3 heads"),
+        (GRID + "vary = {backbone = 3}", "vary.backbone: give a list of values"),
+        (GRID + 'vary = {backbone = ["mamba"]}', "vary.backbone: no field of gcbc is called 'backbone'"),
+        (GRID + "variants = {a = 3}", "variants.a: write it as a table"),
+        (GRID + "train = {sav_every = 3}", "train.sav_every: no field of TrainConfig is called 'sav_every'; did you"),
+        (GRID + "train = {seed = 3}", "train.seed: seeds are given by `seeds`"),
+        (GRID + "train = {log_every = 0}", "train: log_every must be at least 1"),
+        (GRID + "eval = {episode = 3}", "eval.episode: no field of EvalConfig is called 'episode'; did you mean"),
+        (GRID + "eval = 3", "eval: write a table, or false"),
+        (GRID + "goal = [0]", "goal: it is for npz files"),
+        (GRID.replace("cube-single-play", "mine.npz"), "environment: name the one to evaluate"),
+    ],
+)
+def test_bad_manifests(tmp_path, capsys, text, words):
+    path = write(tmp_path / "bad.toml", text)
+    assert call("sweep", path) == 2
+    output = capsys.readouterr()
+    assert words in " ".join(output.err.split()), output.err
+    assert not output.out and "bad.toml" in output.err  # nothing was begun, and the error names the file
+
+
+def test_other_bad_input(tiny, capsys):
+    for arguments, words in (
+        (["absent.toml"], "there is no manifest at absent.toml"),
+        ([tiny, "--only", "crl"], "no run matches --only crl; the names are like pointmaze-medium-stitch-v0/gcbc"),
+        ([tiny, "--shared"], "--shared is for --launcher ray"),
+        ([tiny, "--workers", "0"], "workers must be at least 1"),
+        ([tiny, "--address", "here:1"], "--address is for --launcher ray"),
+    ):
+        assert call("sweep", *arguments) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
+    assert not Path("runs").exists()
+
+
+# ------------------------------------------------------------------------------------------------------- the runs
+
+
+def test_runs_are_shown_made_and_then_left_alone(tiny, capsys, monkeypatch):
+    cells = manifest.read(tiny)
+    assert call("sweep", tiny, "--dry-run") == 0
+    output = capsys.readouterr().out
+    assert "2 runs, 0 finished, 2 to do" in output and output.count("new") == 2 and not Path("runs").exists()
+
+    assert call("sweep", tiny, "--only", "s1-") == 0
+    assert [sweep.status(cell).text for cell in cells] == ["new", "finished"]
+    assert call("sweep", tiny) == 0
+    output = capsys.readouterr().out
+    assert "2 runs, 1 finished, 1 to do" in output and "1 of 1: pointmaze-medium-stitch-v0/gcbc-paper-s0" in output
+    assert [sweep.status(cell).success for cell in cells] == [0.0, 0.0]
+    assert contents(cells[0].folder)["weights"] != contents(cells[1].folder)["weights"]
+
+    monkeypatch.setattr(sweep, "run_cell", None)
+    assert call("sweep", tiny) == 0
+    assert "2 runs, 2 finished, 0 to do" in capsys.readouterr().out
+
+    longer = write(tiny.parent / "longer.toml", tiny.read_text().replace("episodes = 1", "episodes = 2"))
+    assert [sweep.status(cell).text for cell in manifest.read(longer)] == ["trained, not evaluated"] * 2
+    untested = write(tiny.parent / "untested.toml", tiny.read_text().replace("[eval]", "[eval]\nseed = 1"))
+    assert [sweep.status(cell).text for cell in manifest.read(untested)] == ["trained, not evaluated"] * 2
+    assert call("report", "runs", "--out", "page") == 0
+
+
+def test_processes_make_the_same_runs(tiny, capsys):
+    alone, many = manifest.read(tiny), manifest.read(write(tiny, tiny.read_text().replace('"runs"', '"many"')))
+    assert call("sweep", tiny, "--workers", "2") == 0
+    write(tiny, tiny.read_text().replace('"many"', '"runs"'))
+    assert call("sweep", tiny) == 0
+    for one, other in zip(alone, many):
+        assert one.folder != other.folder and contents(one.folder) == contents(other.folder)
+
+
+def test_an_unfinished_run_goes_on(tiny, capsys, monkeypatch):
+    cells = manifest.read(tiny)
+    original = training.train
+
+    def stopped(*arguments: Any, **options: Any) -> Path:
+        def on_step(step: int) -> None:
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)  # as a batch system does
+
+        return original(*arguments, **options, on_step=on_step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "train", stopped)
+        assert call("sweep", tiny) == 130
+    assert "the same command goes on from here" in capsys.readouterr().out
+    assert sweep.status(cells[0]).text in ("unfinished, at update 3", "unfinished, at update 4")
+    assert sweep.status(cells[1]).text == "new"
+    assert call("sweep", tiny) == 0
+    assert "unfinished, at update" in capsys.readouterr().out
+    whole = manifest.read(write(tiny, tiny.read_text().replace('"runs"', '"whole"')))
+    assert call("sweep", tiny) == 0
+    for one, other in zip(cells, whole):
+        assert contents(one.folder) == contents(other.folder)
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tiny, capsys, maze, monkeypatch):
+    text = tiny.read_text().replace(
+        '["pointmaze-medium-stitch"]', '["pointmaze-large-stitch", "pointmaze-medium-stitch"]'
+    )
+    assert call("sweep", write(tiny, text)) == 1
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("failed: pointmaze-large-stitch-v0/gcbc") == 2 and "is not on this disk" in output
+    finished = [sweep.status(cell).finished for cell in manifest.read(tiny)]
+    assert finished == [False, False, True, True]
+
+
+def test_damage_and_changed_data_are_noticed(tiny, capsys, monkeypatch):
+    assert call("sweep", tiny, "--only", "s0-") == 0
+    first, second = manifest.read(tiny)
+    generate(registry.get("pointmaze-medium-stitch"), out=Path("data"), episodes=3, rows=30, workers=1, progress=False)
+    monkeypatch.setenv("QHYER_DATA", "data")
+    assert call("sweep", tiny) == 1  # the second run is made, on other data than the first
+    assert sweep.status(second).finished and "were trained on different data" in capsys.readouterr().out
+    weights = checkpoint.latest(first.folder / "checkpoints") / "agent.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0\1")
+    assert sweep.status(first).text.startswith("damaged")
+    assert call("sweep", tiny, "--only", "s0-") == 1
+    assert "is damaged: its SHA-256" in " ".join(capsys.readouterr().out.split())
+
+
+def test_own_data(tiny, capsys):
+    generator = np.random.default_rng(0)
+    ends = np.zeros(120, bool)
+    ends[39::40] = True
+    np.savez("mine.npz", observations=generator.normal(size=(120, 2)), actions=np.zeros((120, 2)), terminals=ends)
+    text = tiny.read_text().replace("pointmaze-medium-stitch", "mine.npz").replace("seeds = [0, 1]", "seeds = [0]")
+    write(tiny, text + 'goal = [0, 1]\nenvironment = "pointmaze-medium-v0"\n')
+    assert call("sweep", tiny) == 0
+    (cell,) = manifest.read(tiny)
+    info = json.loads((cell.folder / "run.json").read_text())
+    assert sweep.status(cell).finished and cell.name.startswith("mine/gcbc")
+    assert info["data"]["path"] == str(Path("mine.npz").resolve()) and info["spec"]["goal_indices"] == [0, 1]
+
+
+def test_a_folder_travels_whole(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "checkpoints" / "00000002").mkdir(parents=True)
+    (folder / "checkpoints" / "00000002" / "x").write_bytes(b"\0\1")
+    (folder / "checkpoints" / ".partial-y").mkdir()
+    (folder / "checkpoints" / ".partial-y" / "x").touch()
+    (folder / "run.json").write_text("{}")
+    files = sweep.pack(folder)
+    assert files == {"checkpoints/00000002/x": b"\0\1", "run.json": b"{}"}
+    (folder / "old").touch()
+    sweep.unpack(files, folder)
+    assert sweep.pack(folder) == files and sweep.pack(tmp_path / "absent") == {}
+
+
+def test_ctrl_c_saves_the_runs_of_all_processes(tiny):
+    """The command itself, with two processes that would train for hours."""
+    write(tiny, tiny.read_text().replace("steps = 6", "steps = 1_000_000").replace("save_every = 2", "save_every = 0"))
+    command = [sys.executable, "-m", "qhyer", "sweep", str(tiny), "--workers", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = [cell.folder / "metrics.jsonl" for cell in manifest.read(tiny)]
+    while not all(path.exists() for path in metrics) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130 and "goes on from here" in output, output
+    assert all(sweep.status(cell).text.startswith("unfinished, at update") for cell in manifest.read(tiny))
