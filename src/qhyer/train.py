@@ -319,9 +319,8 @@ def _take_turns(loops: Sequence[_Loop], resume: bool, description: str, quiet: b
                             pass
                         except NonFinite as error:
                             failures[seed] = error
-                            board.note(seed, f"stopped at update {loop.step}: not finite")
+                            board.leave(seed, f"stopped at update {loop.step}: not finite")
                     del turns[seed]
-                    board.leave(seed)
     if failures and not several:
         raise failures[seeds[0]]
     saved = [(loop.config.seed, loop.step) for loop in loops if loop.step < loop.total]
@@ -356,8 +355,9 @@ class _Board:
     def note(self, seed: int, text: str) -> None:
         self.progress.note(f"seed {seed}: {text}" if self.several else text)
 
-    def leave(self, seed: int) -> None:
+    def leave(self, seed: int, why: str) -> None:
         if len(self.steps) > 1:
+            self.note(seed, why)
             self.steps.pop(seed)
             self.values.pop(seed, None)
 
@@ -521,6 +521,7 @@ class _Loop:
             save = after == last or (self.config.save_every and after % self.config.save_every == 0)
             try:
                 update(self.step - first)
+                yield  # the other seeds' updates are on their way before this one is waited for
                 self.stopping = distributed.any_process(stop.is_set())
                 if log or save or self.stopping:
                     update.check()  # a poisoned state is never saved
@@ -541,7 +542,6 @@ class _Loop:
                 self._evaluate()
             if self.stopping:
                 return
-            yield
 
     def _log(self, stage: Stage) -> None:
         assert self.update is not None
