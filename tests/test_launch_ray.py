@@ -122,11 +122,25 @@ def test_episodes_that_fail_are_counted_and_the_others_kept(cluster, tmp_path, m
         generate(MAZE, out=tmp_path, episodes=2, rows=30, progress=False, launcher="ray")
 
 
-def test_no_cluster_is_a_clear_error(cluster, monkeypatch):
+def sees_gpus(job: object) -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_a_job_that_asks_for_no_gpu_sees_none(cluster):
+    assert [outcome.value for outcome in launch(sees_gpus, [0], launcher="ray")] == [""]
+
+
+def test_no_cluster_is_a_clear_error(cluster, monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"no Ray cluster answers at localhost:9: start one with `ray start --head`"):
         list(launch(square, [1], launcher="ray", address="localhost:9"))
     with pytest.raises(UserError, match="cannot be used"):
         list(launch(square, [1], launcher="ray", address="nonsense"))
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    write(tmp_path / "ray" / "ray_current_cluster", "127.0.0.1:9")  # one that was started here and is gone
+    with pytest.raises(UserError, match="no Ray cluster is running here"):
+        list(launch(square, [1], launcher="ray"))
 
 
 def test_a_job_no_node_has_room_for_waits_and_says_so(cluster):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,6 +107,13 @@ def test_the_example_is_what_it_says():
     assert all(cell.eval == EvalConfig(episodes=4) and cell.train.seed == cell.seed for cell in cells)
     assert cells[2].config.hidden == (64, 64) and cells[5].config.backbone == "mamba"  # type: ignore[attr-defined]
     assert len({cell.folder for cell in cells}) == 6
+
+
+def test_the_manual_shows_a_manifest_that_can_be_read(tmp_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", EXAMPLE.parents[1].joinpath("scale.md").read_text(), re.DOTALL)
+    cells = manifest.read(write(tmp_path / "m.toml", text))
+    assert len(cells) == 2 * 2 * 3 + 2 * 3 + 2 * 3
+    assert {cell.variant for cell in cells} == {"", "backbone=attention", "backbone=mamba", "no-q", "no-goal"}
 
 
 def test_variants_cross_with_values(tmp_path):

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from qhyer import __version__
@@ -238,6 +239,13 @@ def _import_ray() -> Any:
     return ray
 
 
+def _last_started() -> str:
+    """The address of the cluster that was last started or joined here, which may be gone by now."""
+    with contextlib.suppress(OSError):
+        return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster").read_text().strip()
+    return ""
+
+
 @contextlib.contextmanager
 def _connected(ray: Any, address: str | None) -> Iterator[None]:
     """The cluster: the one this process is connected to already, or the one at the address."""
@@ -245,7 +253,8 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
         yield
         return
     where = address or os.environ.get("RAY_ADDRESS") or "auto"
-    host, _, port = where.rpartition(":")
+    host, _, port = (_last_started() if where == "auto" else where).rpartition(":")
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         if host and port.isdigit() and "://" not in host:  # knock first: Ray itself tries for minutes
             socket.create_connection((host, int(port)), timeout=10).close()
@@ -258,14 +267,18 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
             f"{what}: start one with `ray start --head`, join other machines to it with "
             "`ray start --address HEAD:6379`, and name it with --address or RAY_ADDRESS where it is elsewhere"
         ) from None
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)  # Ray put its own there, which ends the process
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _remote_attempt(version: str, function: Callable[[Job], Result], job: Job) -> dict[str, Any]:
+def _remote_attempt(version: str, gpus: float, function: Callable[[Job], Result], job: Job) -> dict[str, Any]:
     os.environ.setdefault("MUJOCO_GL", "disable")
+    if not gpus:  # what was not asked for is not used: others may have asked
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if version != __version__:
         return {"error": f"{platform.node()} has qhyer {__version__}, and {version} asks: install one on every node"}
     return _attempt(function, job)
@@ -308,7 +321,7 @@ def _on_ray(
                 limit = workers or max(8, int(2 * room))
                 while queue.waiting and len(running) < limit:
                     index = queue.next()
-                    running[task.remote(__version__, function, jobs[index])] = index
+                    running[task.remote(__version__, gpus, function, jobs[index])] = index
                 ready, _ = ray.wait(list(running), num_returns=1, timeout=LOOK_S)
                 for reference in ready:
                     index = running.pop(reference)

@@ -71,7 +71,9 @@ def sweep(
     before = [status(cell) for cell in cells]
     console.print(_table(cells, before))
     todo = [cell for cell, at in zip(cells, before) if not at.finished]
-    console.print(f"{len(cells)} runs, {len(cells) - len(todo)} finished, {len(todo)} to do")
+    console.print(
+        f"{len(cells)} run{'s' if len(cells) > 1 else ''}, {len(cells) - len(todo)} finished, {len(todo)} to do"
+    )
     if dry_run or not todo:
         return 0
     options = dict(launcher=launcher, address=address, cpus=cpus, gpus=gpus, retries=retries)
