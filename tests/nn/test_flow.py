@@ -10,7 +10,7 @@ import torch
 import zuko
 from torch.distributions import AffineTransform, Independent, MultivariateNormal, Normal, Transform, constraints
 
-from qhyer.nn.flow import ConditionalRealNVP, InvertibleLinear, PairedMLP, SAEncoder
+from qhyer.nn.flow import AffineCouplings, ConditionalRealNVP, InvertibleLinears, SAEncoder
 from qhyer.nn.optim import adamw
 
 CONTEXT = 3
@@ -23,8 +23,8 @@ def make(dim: int, blocks: int = 3, channels: int = 8, randomise: float = 0.3, s
     with torch.no_grad():
         for parameter in flow.parameters():
             parameter += randomise * torch.randn_like(parameter)
-        for linear in flow.linears:  # keep the maps well conditioned, of either sign
-            linear.scale.copy_(torch.where(linear.scale < 0, -1.0, 1.0) * linear.scale.abs().clamp(0.6, 1.6))
+        scale = flow.linears.scale  # keep the maps well conditioned, of either sign
+        scale.copy_(torch.where(scale < 0, -1.0, 1.0) * scale.abs().clamp(0.6, 1.6))
     return flow
 
 
@@ -50,21 +50,28 @@ def test_log_det_is_autograd_s(dim):
         torch.testing.assert_close(log_det[i], torch.linalg.slogdet(jacobian).logabsdet)
 
 
+def matrices(linears: InvertibleLinears) -> list[torch.Tensor]:
+    """P L (U + diag s), block by block, as the paper writes it."""
+    identity = torch.eye(linears.lower.shape[-1])
+    return [
+        permutation @ (lower.tril(-1) + identity) @ (upper.triu(1) + scale.diag())
+        for permutation, lower, upper, scale in zip(linears.permutation, linears.lower, linears.upper, linears.scale)
+    ]
+
+
 @pytest.mark.parametrize("dim", [1, 2, 3, 5])
 def test_linear_layer_is_its_matrix(dim):
     torch.manual_seed(dim)
-    layer = InvertibleLinear(dim).double()
-    W = layer.permutation @ (layer.lower.tril(-1) + torch.eye(dim)) @ (layer.upper.triu(1) + layer.scale.diag())
-    torch.testing.assert_close(W @ W.T, torch.eye(dim, dtype=torch.float64), rtol=0, atol=1e-5)  # starts orthogonal
+    layer = InvertibleLinears(dim, 3).double()
+    for W in matrices(layer):
+        torch.testing.assert_close(W @ W.T, torch.eye(dim, dtype=torch.float64), rtol=0, atol=1e-5)  # starts orthogonal
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter += 0.3 * torch.randn_like(parameter)  # above the diagonal of `lower`, too: must not matter
-    W = layer.permutation @ (layer.lower.tril(-1) + torch.eye(dim)) @ (layer.upper.triu(1) + layer.scale.diag())
-    x = draw(4, dim)
-    z, log_det = layer(x)
-    torch.testing.assert_close(z, x @ W)
-    torch.testing.assert_close(log_det, torch.linalg.slogdet(W).logabsdet)
-    torch.testing.assert_close(layer.inverse(z), x)
+    W, log_det = layer()
+    torch.testing.assert_close(W, torch.stack(matrices(layer)))
+    torch.testing.assert_close(log_det, torch.linalg.slogdet(W).logabsdet.sum())
+    torch.testing.assert_close(layer.inverse() @ W, torch.eye(dim, dtype=torch.float64).expand(3, -1, -1))
 
 
 def test_starts_as_the_base_density():
@@ -129,17 +136,18 @@ class Matrix(Transform):
         return y, self.log_abs_det_jacobian(x, y)
 
 
-def one_network(networks: PairedMLP, which: int, inputs: torch.Tensor) -> torch.Tensor:
-    """The scale (0) or the shift (1) network alone, a plain MLP: Dense, LeakyReLU, LayerNorm, twice, Dense."""
-    p = dict(networks.named_parameters())
-    channels = p["second"].shape[-1]
-    mine = slice(which * channels, (which + 1) * channels)
-    first = torch.cat([p["first"][which].T, p["context.weight"][mine]], dim=1)  # columns of (kept, context)
+def one_network(couplings: AffineCouplings, block: int, which: int, inputs: torch.Tensor) -> torch.Tensor:
+    """The scale (0) or the shift (1) network of a block, a plain MLP: Dense, LeakyReLU, LayerNorm, twice, Dense."""
+    p = dict(couplings.named_parameters())
+    channels = couplings.channels
+    start = (2 * block + which) * channels
+    mine = slice(start, start + channels)
+    first = torch.cat([p["first"][block, which].T, p["context.weight"][mine]], dim=1)  # columns of (kept, context)
     h = torch.nn.functional.linear(inputs, first, p["context.bias"][mine])
     for i, (weight, bias) in enumerate([(p["second"], p["second_bias"]), (p["head"], p["head_bias"])]):
-        scale, shift = p["norm_scale"][i, which, 0], p["norm_bias"][i, which, 0]
+        scale, shift = p["norm_scale"][i, block, which, 0], p["norm_bias"][i, block, which, 0]
         h = torch.nn.functional.layer_norm(torch.nn.functional.leaky_relu(h, 0.01), (channels,), scale, shift)
-        h = torch.nn.functional.linear(h, weight[which].T, bias[which, 0])
+        h = torch.nn.functional.linear(h, weight[block, which].T, bias[block, which, 0])
     return h
 
 
@@ -148,12 +156,11 @@ def test_zuko_as_an_oracle(dim):
     """zuko's couplings and normalising-flow distribution, assembled from the same weights, give the same numbers."""
     flow, x, y = make(dim), draw(30, dim), draw(30, CONTEXT, seed=2)
     parts: list[Transform] = []
-    for linear, coupling in zip(flow.linears, flow.couplings):
-        W = linear.permutation @ (linear.lower.tril(-1) + torch.eye(dim)) @ (linear.upper.triu(1) + linear.scale.diag())
+    for block, W in enumerate(matrices(flow.linears)):
         parts.append(Matrix(W.detach()))
 
-        def meta(kept, coupling=coupling):
-            s, t = (one_network(coupling.networks, which, torch.cat([kept, y], -1)) for which in (0, 1))
+        def meta(kept, block=block):
+            s, t = (one_network(flow.couplings, block, which, torch.cat([kept, y], -1)) for which in (0, 1))
             affine = AffineTransform(-t * torch.exp(-s), torch.exp(-s))  # (x - t) e^-s
             return zuko.transforms.DependentTransform(affine, 1)
 

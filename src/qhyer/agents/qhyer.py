@@ -26,6 +26,7 @@ from qhyer.errors import require
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
 from qhyer.nn.hybrid import Backbone, HybridDecoder
 from qhyer.nn.optim import adamw
+from qhyer.nn.streams import concurrently
 from qhyer.nn.tokens import Tokenization, Tokens
 
 Q_SCALE_RATE = 0.01  # Unspecified in the paper: rate of the running mean of |Q|
@@ -256,13 +257,15 @@ class QHyer(Agent):
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Eq. (14): the three losses, jointly."""
         config = self.config
-        bc, regression, metrics = self.actor_loss(batch)
-        total = config.weight_bc * bc + config.weight_q * regression
-        if self.critic is not None:
-            nll, critic_metrics = self.critic_loss(batch)
-            total = total + config.weight_critic * nll
-            metrics |= critic_metrics
-        return total, metrics
+        if self.critic is None:
+            bc, regression, metrics = self.actor_loss(batch)
+            return config.weight_bc * bc + config.weight_q * regression, metrics
+        # No gradient passes between the two, so they can be computed side by side.
+        (nll, critic_metrics), (bc, regression, metrics) = concurrently(
+            lambda: self.critic_loss(batch), lambda: self.actor_loss(batch), batch.values()
+        )
+        total = config.weight_bc * bc + config.weight_q * regression + config.weight_critic * nll
+        return total, metrics | critic_metrics
 
     def _schedule(self, step: int) -> float:
         config = self.config

@@ -18,96 +18,97 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class InvertibleLinear(nn.Module):
-    """z = x W, W = P L (U + diag s): fixed permutation, unit lower, strictly upper, free diagonal."""
+class InvertibleLinears(nn.Module):
+    """z = x W, W = P L (U + diag s): fixed permutation, unit lower, strictly upper, free diagonal. One per block;
+    their parameters are stacked, so that all matrices are made by one batched product."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, blocks: int) -> None:
         super().__init__()
-        # LU of a random orthogonal matrix: log|det| = 0 at the start.
-        permutation, lower, upper = torch.linalg.lu(torch.linalg.qr(torch.randn(dim, dim))[0])
+        # LU of random orthogonal matrices: log|det| = 0 at the start.
+        permutation, lower, upper = torch.linalg.lu(torch.linalg.qr(torch.randn(blocks, dim, dim))[0])
         self.register_buffer("permutation", permutation)
         self.lower = nn.Parameter(lower.tril(-1))
         self.upper = nn.Parameter(upper.triu(1))
-        self.scale = nn.Parameter(upper.diagonal().clone())
+        self.scale = nn.Parameter(upper.diagonal(dim1=-2, dim2=-1).clone())  # (blocks, d)
+        self.scale.no_decay = True  # type: ignore[attr-defined]
         self.register_buffer("identity", torch.eye(dim), persistent=False)
 
     permutation: Tensor
     identity: Tensor
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        return self.lower.tril(-1) + self.identity, self.upper.triu(1) + torch.diag(self.scale)
+        return self.lower.tril(-1) + self.identity, self.upper.triu(1) + torch.diag_embed(self.scale)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """The matrices W (blocks, d, d) and the sum of their log|det|."""
         lower, upper = self._factors()
-        return x @ (self.permutation @ lower @ upper), self.scale.abs().log().sum()
+        return self.permutation @ lower @ upper, self.scale.abs().log().sum()
 
-    def inverse(self, z: Tensor) -> Tensor:
-        # z = x P L U'  ->  solve from the right, one triangle at a time.
+    def inverse(self) -> Tensor:
+        """W^-1 (blocks, d, d): one triangle at a time, never the whole."""
         lower, upper = self._factors()
-        z = torch.linalg.solve_triangular(upper, z, upper=True, left=False)
-        z = torch.linalg.solve_triangular(lower, z, upper=False, left=False, unitriangular=True)
-        return z @ self.permutation.t()
+        inverse = torch.linalg.solve_triangular(lower, self.permutation.mT, upper=False, unitriangular=True)
+        return torch.linalg.solve_triangular(upper, inverse, upper=True)
 
 
-class PairedMLP(nn.Module):
-    """The scale and the shift network of a coupling: two MLPs of one shape, computed as one batched product.
+class AffineCouplings(nn.Module):
+    """Eq. (3): z_2 <- (z_2 - t) exp(-s) with s, t two separate networks of (z_1, y), for every block.
 
-    Each is Dense, LeakyReLU, LayerNorm, twice; then a zero-initialised Dense: the coupling starts as the identity.
+    A network is Dense, LeakyReLU, LayerNorm, twice; then a zero-initialised Dense: the coupling starts as the
+    identity. In one dimension there is no half to keep and s, t see the context alone. Parameters are stacked
+    (blocks, 2, ...), the 2 being s and t: both run as one batched product, and what does not wait for the block before
+    (the context's part of the first Dense) is one product for all blocks.
     """
 
-    def __init__(self, inputs: int, context_dim: int, channels: int, outputs: int) -> None:
+    def __init__(self, dim: int, context_dim: int, channels: int, blocks: int) -> None:
         super().__init__()
-        bound = (inputs + context_dim) ** -0.5
-        self.context = nn.Linear(context_dim, 2 * channels)  # the first Dense, its context columns, for both
+        self.kept = kept = math.ceil(dim / 2) if dim > 1 else 0
+        self.channels, self.blocks = channels, blocks
+        bound = (kept + context_dim) ** -0.5
+        self.context = nn.Linear(context_dim, blocks * 2 * channels)  # the first Dense, its context columns
         nn.init.uniform_(self.context.weight, -bound, bound)
         nn.init.uniform_(self.context.bias, -bound, bound)
-        self.first = nn.Parameter(torch.empty(2, inputs, channels).uniform_(-bound, bound))
+        self.first = nn.Parameter(torch.empty(blocks, 2, kept, channels).uniform_(-bound, bound))
         bound = channels**-0.5
-        self.second = nn.Parameter(torch.empty(2, channels, channels).uniform_(-bound, bound))
-        self.second_bias = nn.Parameter(torch.empty(2, 1, channels).uniform_(-bound, bound))
-        self.norm_scale = nn.Parameter(torch.ones(2, 2, 1, channels))
-        self.norm_bias = nn.Parameter(torch.zeros(2, 2, 1, channels))
-        self.head = nn.Parameter(torch.zeros(2, channels, outputs))
-        self.head_bias = nn.Parameter(torch.zeros(2, 1, outputs))
+        self.second = nn.Parameter(torch.empty(blocks, 2, channels, channels).uniform_(-bound, bound))
+        self.second_bias = nn.Parameter(torch.empty(blocks, 2, 1, channels).uniform_(-bound, bound))
+        self.norm_scale = nn.Parameter(torch.ones(2, blocks, 2, 1, channels))  # of both LayerNorms
+        self.norm_bias = nn.Parameter(torch.zeros(2, blocks, 2, 1, channels))
+        self.head = nn.Parameter(torch.zeros(blocks, 2, channels, dim - kept))
+        self.head_bias = nn.Parameter(torch.zeros(blocks, 2, 1, dim - kept))
         for parameter in (self.second_bias, self.norm_scale, self.norm_bias, self.head_bias):
             parameter.no_decay = True  # type: ignore[attr-defined]  # biases and scales, whatever their shape
 
-    def _norm(self, h: Tensor, i: int) -> Tensor:
-        h = F.leaky_relu(h, 0.01)
-        return torch.addcmul(self.norm_bias[i], F.layer_norm(h, h.shape[-1:]), self.norm_scale[i])
+    def prepare(self, context: Tensor) -> list[tuple[Tensor, ...]]:
+        """Per block, all that its networks need besides z_1, for contexts (..., c)."""
+        h = (
+            self.context(context).view(-1, self.blocks, 2, self.channels).permute(1, 2, 0, 3)
+        )  # (blocks, 2, M, channels)
+        # A LayerNorm's scale and bias are folded into the Dense after it: norm(h) * c + b, times W, is
+        # norm(h) (c W) + b W, over the weights instead of over the batch.
+        (scale_1, scale_2), (bias_1, bias_2) = self.norm_scale.mT, self.norm_bias
+        second_bias = self.second_bias + bias_1 @ self.second
+        head_bias = self.head_bias + bias_2 @ self.head
+        weights = (h, self.first, scale_1 * self.second, second_bias, scale_2 * self.head, head_bias)
+        return list(zip(*(weight.unbind(0) for weight in weights)))
 
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        """x (M, inputs), context (M, c) -> both outputs (2, M, outputs)."""
-        h = self.context(context).unflatten(-1, (2, -1)).transpose(0, 1)  # (2, M, channels)
-        if x.shape[-1]:
-            h = torch.baddbmm(h, x.expand(2, -1, -1), self.first)
-        h = torch.baddbmm(self.second_bias, self._norm(h, 0), self.second)
-        return torch.baddbmm(self.head_bias, self._norm(h, 1), self.head)
+    def _scale_shift(self, kept: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:
+        """z_1 (M, kept) -> s and t (2, M, d - kept)."""
+        h, first, second, second_bias, head, head_bias = prepared
+        if self.kept:
+            h = torch.baddbmm(h, kept.expand(2, -1, -1), first)
+        h = torch.baddbmm(second_bias, F.layer_norm(F.leaky_relu(h, 0.01), (self.channels,)), second)
+        return torch.baddbmm(head_bias, F.layer_norm(F.leaky_relu(h, 0.01), (self.channels,)), head)
 
+    def forward(self, z: Tensor, prepared: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """One block: z (M, d) -> the next z and s, whose negative sum is log|det|."""
+        kept, moved = z[:, : self.kept], z[:, self.kept :]
+        s, t = self._scale_shift(kept, prepared)
+        return torch.cat([kept, (moved - t) * torch.exp(-s)], dim=-1), s
 
-class AffineCoupling(nn.Module):
-    """Eq. (3): z_2 <- (z_2 - t) exp(-s) with s, t two separate networks of (z_1, y). In one dimension there is
-    no half to keep and s, t see the context alone."""
-
-    def __init__(self, dim: int, context_dim: int, channels: int) -> None:
-        super().__init__()
-        self.kept = math.ceil(dim / 2) if dim > 1 else 0
-        self.networks = PairedMLP(self.kept, context_dim, channels, dim - self.kept)
-
-    def _scale_shift(self, kept: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        count = context.shape[:-1].numel()  # not -1: in one dimension `kept` has no elements to divide by
-        both = self.networks(kept.reshape(count, self.kept), context.reshape(count, -1))
-        s, t = both.view(2, *context.shape[:-1], -1)
-        return s, t
-
-    def forward(self, z: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        kept, moved = z[..., : self.kept], z[..., self.kept :]
-        s, t = self._scale_shift(kept, context)
-        return torch.cat([kept, (moved - t) * torch.exp(-s)], dim=-1), -s.sum(-1)
-
-    def inverse(self, z: Tensor, context: Tensor) -> Tensor:
-        kept, moved = z[..., : self.kept], z[..., self.kept :]
-        s, t = self._scale_shift(kept, context)
+    def inverse(self, z: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:
+        kept, moved = z[:, : self.kept], z[:, self.kept :]
+        s, t = self._scale_shift(kept, prepared)
         return torch.cat([kept, moved * torch.exp(s) + t], dim=-1)
 
 
@@ -115,22 +116,23 @@ class ConditionalRealNVP(nn.Module):
     def __init__(self, dim: int, context_dim: int, blocks: int = 6, channels: int = 256) -> None:
         super().__init__()
         self.dim = dim
-        self.linears = nn.ModuleList(InvertibleLinear(dim) for _ in range(blocks))
-        self.couplings = nn.ModuleList(AffineCoupling(dim, context_dim, channels) for _ in range(blocks))
+        self.linears = InvertibleLinears(dim, blocks)
+        self.couplings = AffineCouplings(dim, context_dim, channels, blocks)
 
     def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """f(x; y): data (..., d) -> noise (..., d) and log|det df/dx| (...)."""
-        log_det = x.new_zeros(x.shape[:-1])
-        for linear, coupling in zip(self.linears, self.couplings):
-            x, from_linear = linear(x)
-            x, from_coupling = coupling(x, context)
-            log_det = log_det + from_linear + from_coupling
-        return x, log_det
+        z, scales = x.reshape(-1, self.dim), []
+        matrices, log_det = self.linears()
+        for matrix, prepared in zip(matrices, self.couplings.prepare(context)):
+            z, s = self.couplings(z @ matrix, prepared)
+            scales.append(s)
+        return z.view(x.shape), log_det - torch.cat(scales, dim=-1).sum(-1).view(x.shape[:-1])
 
     def inverse(self, z: Tensor, context: Tensor) -> Tensor:
-        for linear, coupling in zip(reversed(self.linears), reversed(self.couplings)):
-            z = linear.inverse(coupling.inverse(z, context))  # type: ignore[operator]
-        return z
+        x = z.reshape(-1, self.dim)
+        for inverse, prepared in reversed(list(zip(self.linears.inverse(), self.couplings.prepare(context)))):
+            x = self.couplings.inverse(x, prepared) @ inverse
+        return x.view(z.shape)
 
     def log_prob(self, x: Tensor, context: Tensor) -> Tensor:
         """Eqs. (2), (4): log p_0(f(x; y)) + log|det df/dx|, (...)."""

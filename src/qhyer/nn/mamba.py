@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qhyer.nn.scan import selective_scan, selective_scan_step
+from qhyer.nn.scan import kernels, selective_scan, selective_scan_step
 
 
 class MambaState(NamedTuple):
@@ -99,18 +99,30 @@ class Mamba(nn.Module):
     def forward(self, v: Tensor, state: MambaState | None = None) -> tuple[Tensor, MambaState]:
         """v (B, L, d), continuing from `state` -> outputs (B, L, d) and the state after them."""
         x, z = self.in_proj(v).chunk(2, dim=-1)  # (B, L, E) each
-        if state is None:
-            padded = F.pad(x, (0, 0, self.conv_width - 1, 0))
+        seen = x if state is None else torch.cat([state.conv.to(x.dtype), x], dim=1)
+        past = self.conv_width - 1
+        missing = past + x.shape[1] - seen.shape[1]  # rows before the first are zero
+        ssm = None if state is None else state.ssm
+        if (fused := kernels(x)) is not None:
+            x = fused.conv_silu(seen, self.conv_weight, self.conv_bias, past - missing)  # Eq. (6)
+            dt, B, C = self.x_proj(x).split([self.rank, self.state_size, self.state_size], dim=-1)
+            dt = F.linear(dt, self.dt_proj.weight)  # its bias and softplus, the skip and the gate are in the kernel
+            y, ssm = fused.gated_scan(x, dt, self.dt_proj.bias, self.A, B, C, self.D, z, ssm)
         else:
-            padded = torch.cat([state.conv.to(x.dtype), x], dim=1)
-        x = F.silu(causal_conv(padded, self.conv_weight, self.conv_bias))  # Eq. (6)
-        delta, B, C = self._select(x)
-        y, ssm = selective_scan(x, delta, self.A, B, C, self.D, None if state is None else state.ssm)
-        after = MambaState(padded[:, padded.shape[1] - self.conv_width + 1 :], ssm)
-        return self.out_proj(y.to(v.dtype) * F.silu(z)), after
+            padded = F.pad(seen, (0, 0, missing, 0))
+            x = F.silu(causal_conv(padded, self.conv_weight, self.conv_bias))  # Eq. (6)
+            delta, B, C = self._select(x)
+            y, ssm = selective_scan(x, delta, self.A, B, C, self.D, ssm)
+            y = y.to(v.dtype) * F.silu(z)
+        if missing:  # only a window that starts an episode, shorter than the convolution, lacks rows in its state
+            seen = F.pad(seen, (0, 0, max(0, past - seen.shape[1]), 0))
+        return self.out_proj(y), MambaState(seen[:, seen.shape[1] - past :], ssm)
 
     def step(self, v: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
         """One token: v (B, d)."""
+        if kernels(v) is not None:
+            y, after = self(v[:, None], state)
+            return y[:, 0], after
         x, z = self.in_proj(v).chunk(2, dim=-1)  # (B, E)
         window = torch.cat([state.conv.to(x.dtype), x[:, None]], dim=1)  # (B, width, E)
         x = F.silu(causal_conv(window, self.conv_weight, self.conv_bias)[:, 0])

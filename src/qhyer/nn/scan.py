@@ -7,15 +7,39 @@ Shapes   u, delta (B, L, E) · A (E, N) · B, C (B, L, N) · D (E,) · state h (
 `selective_scan_ref` is the loop a student can read. `selective_scan` gives the same values and gradients with all
 products batched over time, so that only the recurrence itself runs step by step: its backward is linear in L
 (an autograd loop that indexes `A[:, t]` is quadratic). `selective_scan_step` is one step of it, for acting.
-Half-precision inputs are computed in float32; float64 stays float64.
+Half-precision inputs are computed in float32; float64 stays float64. On CUDA the work is done by the kernels of
+`mamba_triton.py`, which never write the hidden states to memory; everywhere else by the code below.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@functools.cache
+def _load_kernels() -> ModuleType | None:
+    try:
+        return importlib.import_module("qhyer.nn.mamba_triton")
+    except ImportError:  # no Triton on this machine: the plain code runs on its GPU, slower
+        return None
+
+
+def kernels(x: Tensor) -> ModuleType | None:
+    """The Triton kernels where they can serve this tensor, else None.
+
+    The variable QHYER_TRITON turns them off (0), or lets Triton's interpreter run them on a CPU (interpret), for tests.
+    """
+    use = os.environ.get("QHYER_TRITON", "1")
+    if x.dtype == torch.float64 or use == "0" or not (x.is_cuda or use == "interpret"):
+        return None
+    return _load_kernels()
 
 
 def _full(*tensors: Tensor) -> list[Tensor]:
@@ -116,6 +140,9 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor]:
     """The same as `selective_scan_ref`, faster."""
     dtype = u.dtype
+    if (fused := kernels(u)) is not None:
+        A, D = _full(A, D)
+        return fused.gated_scan(u, delta, None, A, B, C, D, None, state)
     u, delta, A, B, C, D = _full(u, delta, A, B, C, D)
     if torch.is_grad_enabled():
         y, last = _Scan.apply(u, delta, A, B, C, state)

@@ -1,0 +1,192 @@
+"""Causal attention over short sequences as two Triton kernels, straight from the packed projection and back into it.
+
+A program has one head of one sequence. With L <= 128 its scores are one tile in registers, so there is nothing to
+stream over and nothing to keep: backward loads q, k, v again and computes the probabilities (and the dropout mask, from
+its seed) once more. Reading q, k, v where the projection left them, adding its bias on the way, and writing their
+gradients side by side saves the passes over memory that permuting, adding and summing would take.
+
+Tiles are L and the head's width rounded up to powers of two. Beyond the width everything is zero. Rows beyond L are not:
+they hold the bias, but the causal mask hides them as keys, and as queries their gradient is zero.
+
+Products are in the dtype of `qkv` with float32 sums, the softmax is float32. The bias gradient is written as one partial
+sum per sequence and added by torch in a fixed order: no atomics, so that the same inputs give the same bits.
+
+Importing qhyer does not import this.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_LENGTH = 128
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _load(ptr, bias_ptr, t, d, L, row, WIDTH: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    inside = (t < L)[:, None] & (d < WIDTH)[None, :]
+    x = tl.load(ptr + t[:, None] * row + d[None, :], mask=inside, other=0.0)
+    if BIAS:
+        bias = tl.load(bias_ptr + d, mask=d < WIDTH, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) + bias[None, :]).to(x.dtype)
+    return x
+
+
+@triton.jit
+def _probabilities(q, k, t, scale, P: tl.constexpr):  # type: ignore[no-untyped-def]
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
+    s = tl.where(t[:, None] >= tl.arange(0, P)[None, :], s, -float("inf"))
+    p = tl.exp2(s - tl.max(s, 1)[:, None])
+    return p / tl.sum(p, 1)[:, None]
+
+
+@triton.jit
+def _kept(seed_ptr, pair, drop, P: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 / (1 - drop) where a probability stays, 0 where it is dropped. Philox gives four numbers at a time: those of
+    four neighbouring columns."""
+    at = (pair * P + tl.arange(0, P))[:, None] * (P // 4) + tl.arange(0, P // 4)[None, :]
+    u0, u1, u2, u3 = tl.rand4x(tl.load(seed_ptr), at)
+    u = tl.join(tl.join(u0, u2), tl.join(u1, u3))
+    return tl.where(tl.reshape(u, [P, P]) >= drop, 1.0 / (1.0 - drop), 0.0)
+
+
+@triton.jit
+def _forward_kernel(  # type: ignore[no-untyped-def]
+    qkv_ptr, bias_ptr, seed_ptr, o_ptr, L, H, scale, drop, qkv_batch, qkv_row,
+    WIDTH: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr,
+):  # fmt: skip
+    h, b = tl.program_id(0), tl.program_id(1)
+    t = tl.arange(0, P)
+    d = tl.arange(0, D)
+    qkv_ptr += b.to(tl.int64) * qkv_batch + h * WIDTH
+    bias_ptr += h * WIDTH
+    third = H * WIDTH
+    q = _load(qkv_ptr, bias_ptr, t, d, L, qkv_row, WIDTH, BIAS)
+    k = _load(qkv_ptr + third, bias_ptr + third, t, d, L, qkv_row, WIDTH, BIAS)
+    v = _load(qkv_ptr + 2 * third, bias_ptr + 2 * third, t, d, L, qkv_row, WIDTH, BIAS)
+    p = _probabilities(q, k, t, scale, P)
+    if DROP:
+        p *= _kept(seed_ptr, b * H + h, drop, P)
+    o = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    inside = (t < L)[:, None] & (d < WIDTH)[None, :]
+    tl.store(o_ptr + b.to(tl.int64) * L * third + h * WIDTH + t[:, None] * third + d[None, :], o, mask=inside)
+
+
+@triton.jit
+def _backward_kernel(  # type: ignore[no-untyped-def]
+    qkv_ptr, bias_ptr, seed_ptr, do_ptr, dqkv_ptr, dbias_ptr,  # dbias (B, 3 H WIDTH): partial sums
+    L, H, scale, drop, qkv_batch, qkv_row, do_batch, do_row,
+    WIDTH: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr,
+):  # fmt: skip
+    h, b = tl.program_id(0), tl.program_id(1)
+    t = tl.arange(0, P)
+    d = tl.arange(0, D)
+    third = H * WIDTH
+    known = d < WIDTH
+    inside = (t < L)[:, None] & known[None, :]
+    qkv_ptr += b.to(tl.int64) * qkv_batch + h * WIDTH
+    do_ptr += b.to(tl.int64) * do_batch + h * WIDTH
+    bias_ptr += h * WIDTH
+    dbias_ptr += b.to(tl.int64) * 3 * third + h * WIDTH
+    at = dqkv_ptr + b.to(tl.int64) * L * 3 * third + h * WIDTH + t[:, None] * (3 * third) + d[None, :]
+    q = _load(qkv_ptr, bias_ptr, t, d, L, qkv_row, WIDTH, BIAS)
+    k = _load(qkv_ptr + third, bias_ptr + third, t, d, L, qkv_row, WIDTH, BIAS)
+    v = _load(qkv_ptr + 2 * third, bias_ptr + 2 * third, t, d, L, qkv_row, WIDTH, BIAS)
+    do = _load(do_ptr, bias_ptr, t, d, L, do_row, WIDTH, False).to(q.dtype)
+    p = _probabilities(q, k, t, scale, P)
+    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+    if DROP:
+        kept = _kept(seed_ptr, b * H + h, drop, P)
+        dp *= kept
+        dv = tl.dot(tl.trans((p * kept).to(q.dtype)), do, input_precision="ieee")
+    else:
+        dv = tl.dot(tl.trans(p.to(q.dtype)), do, input_precision="ieee")
+    tl.store(at + 2 * third, dv, mask=inside)
+    ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.dtype)
+    dq = tl.dot(ds, k, input_precision="ieee")
+    tl.store(at, dq, mask=inside)
+    dk = tl.dot(tl.trans(ds), q, input_precision="ieee")
+    tl.store(at + third, dk, mask=inside)
+    if BIAS:
+        tl.store(dbias_ptr + d, tl.sum(dq, 0), mask=known)
+        tl.store(dbias_ptr + third + d, tl.sum(dk, 0), mask=known)
+        tl.store(dbias_ptr + 2 * third + d, tl.sum(dv, 0), mask=known)
+
+
+def _launch(length: int, width: int) -> dict[str, int]:
+    P, D = max(16, triton.next_power_of_2(length)), max(16, triton.next_power_of_2(width))
+    return dict(WIDTH=width, P=P, D=D, num_warps=8 if max(P, D) > 64 else 4)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Batch and rows may lie anywhere, a row's numbers side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("qhyer::short_attention", mutates_args=())
+def short_attention(qkv: Tensor, bias: Tensor | None, heads: int, drop: float, seed: Tensor | None) -> Tensor:
+    """Causal attention. qkv (B, L, 3 d), as `view(B, L, 3, heads, d / heads)`, L <= 128; bias (3 d,), added to it
+    -> (B, L, d) in qkv's dtype.
+
+    Probabilities are dropped with probability `drop`, by `seed` (one int64, on the device: a captured graph reads what
+    is there when it is replayed); at 0.0 it is not needed.
+    """
+    batch, length, packed = qkv.shape
+    assert length <= MAX_LENGTH, f"{length} steps are too many for one tile of scores: at most {MAX_LENGTH}"
+    assert drop == 0.0 or seed is not None, "dropout needs a seed"
+    qkv, width = _packed(qkv), packed // (3 * heads)
+    o = torch.empty(batch, length, heads * width, device=qkv.device, dtype=qkv.dtype)
+    _forward_kernel[(heads, batch)](
+        qkv, qkv if bias is None else bias, qkv if seed is None else seed, o, length, heads, 1.0 / math.sqrt(width),
+        drop, *qkv.stride()[:2], BIAS=bias is not None, DROP=drop > 0.0, **_launch(length, width),
+    )  # fmt: skip
+    return o
+
+
+@short_attention.register_fake
+def _(qkv: Tensor, bias: Tensor | None, heads: int, drop: float, seed: Tensor | None) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3)
+
+
+@torch.library.custom_op("qhyer::short_attention_backward", mutates_args=())
+def short_attention_backward(
+    qkv: Tensor, bias: Tensor | None, heads: int, drop: float, seed: Tensor | None, do: Tensor
+) -> tuple[Tensor, Tensor]:
+    """-> dqkv and, in float32, dbias (empty without a bias)."""
+    batch, length, packed = qkv.shape
+    qkv, do, width = _packed(qkv), _packed(do), packed // (3 * heads)
+    dqkv = torch.empty(batch, length, packed, device=qkv.device, dtype=qkv.dtype)
+    dbias = torch.empty(batch, 0 if bias is None else packed, device=qkv.device, dtype=torch.float32)
+    _backward_kernel[(heads, batch)](
+        qkv, qkv if bias is None else bias, qkv if seed is None else seed, do, dqkv, dbias, length, heads,
+        1.0 / math.sqrt(width), drop, *qkv.stride()[:2], *do.stride()[:2], BIAS=bias is not None, DROP=drop > 0.0,
+        **_launch(length, width),
+    )  # fmt: skip
+    return dqkv, dbias.sum(0)
+
+
+@short_attention_backward.register_fake
+def _(
+    qkv: Tensor, bias: Tensor | None, heads: int, drop: float, seed: Tensor | None, do: Tensor
+) -> tuple[Tensor, Tensor]:
+    return qkv.new_empty(qkv.shape), qkv.new_empty(0 if bias is None else qkv.shape[2], dtype=torch.float32)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    qkv, bias, ctx.heads, ctx.drop, seed = inputs
+    ctx.save_for_backward(qkv, bias, seed)
+
+
+def _backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+    qkv, bias, seed = ctx.saved_tensors
+    dqkv, dbias = short_attention_backward(qkv, bias, ctx.heads, ctx.drop, seed, do)
+    return dqkv, None if bias is None else dbias.to(bias.dtype), None, None, None
+
+
+short_attention.register_autograd(_backward, setup_context=_setup)

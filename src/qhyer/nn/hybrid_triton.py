@@ -1,0 +1,140 @@
+"""The hybrid decoder's training pass on CUDA, with everything between its matrix products fused.
+
+Between two products stands one kernel: `seam` (bias, mixing by the gate, dropout, residual, LayerNorm, the next gate),
+`short_attention`, `bias_gelu`, and Mamba's convolution and scan. Biases are added, and their gradients summed, by the
+kernel that reads the product. The residual stream is float32, what enters a product has its dtype (bfloat16 under
+autocast). Same function as `HybridDecoder.forward`, which is the reference; tests compare values and gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from qhyer.nn.attention_triton import short_attention
+from qhyer.nn.mamba_triton import conv_silu, gated_scan
+from qhyer.nn.seam_triton import bias_gelu, seam
+from qhyer.nn.streams import concurrently
+
+if TYPE_CHECKING:
+    from qhyer.nn.hybrid import HybridBlock, HybridDecoder
+    from qhyer.nn.mamba import Mamba
+
+LONGEST = 128
+"""tokens that `short_attention` holds at once"""
+
+
+class _Products(torch.autograd.Function):
+    """x W_i^T for several matrices. `cast` are the W_i in x's dtype; gradients go to the float32 W_i, in float32.
+
+    The gradient of x is accumulated by the products themselves, not by additions of their results.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, *weights: Tensor) -> tuple[Tensor, ...]:
+        cast = weights[count:]
+        ctx.count = count
+        ctx.save_for_backward(x, *cast)
+        return tuple(x @ weight.t() for weight in cast)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *cast = ctx.saved_tensors
+        dx = None
+        for grad, weight in zip(grads, cast):
+            dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
+        dweights = [_weight_gradient(grad, x) for grad in grads]
+        return (dx, None, *dweights, *([None] * ctx.count))
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    if grad.dtype != torch.float32 and grad.is_cuda:
+        return torch.mm(grad.t(), x, out_dtype=torch.float32)
+    return (grad.t() @ x).float()
+
+
+class _Weights:
+    """The decoder's matrices in the dtype of the products, all cast by one kernel per pass."""
+
+    def __init__(self, decoder: nn.Module, dtype: torch.dtype) -> None:
+        self.full = [m.weight for m in decoder.modules() if isinstance(m, nn.Linear) and m.out_features > 1]
+        if dtype == torch.float32:
+            cast: Sequence[Tensor] = [weight.detach() for weight in self.full]
+        else:
+            cast = [torch.empty_like(weight, dtype=dtype) for weight in self.full]
+            with torch.no_grad():
+                torch._foreach_copy_(cast, self.full)
+        self.cast = {id(full): low for full, low in zip(self.full, cast)}
+
+    def products(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+        full = [layer.weight for layer in layers]
+        return _Products.apply(x, len(full), *full, *(self.cast[id(weight)] for weight in full))
+
+    def product(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        return self.products(x, layer)[0]
+
+
+def _mamba(mamba: Mamba, xz: Tensor, weights: _Weights, batch: int) -> Tensor:
+    """After the first projection (M, 2 E), before the last (M, E)."""
+    x, z = xz.view(batch, -1, 2 * mamba.inner).chunk(2, dim=-1)  # (B, L, E)
+    x = conv_silu(x, mamba.conv_weight, mamba.conv_bias, 0)
+    selected = weights.product(x.flatten(0, 1), mamba.x_proj)  # (M, R + 2 N)
+    dt, BC = selected.split([mamba.rank, 2 * mamba.state_size], dim=-1)
+    dt = weights.product(dt, mamba.dt_proj).view(x.shape)
+    B, C = BC.float().view(batch, -1, 2 * mamba.state_size).chunk(2, dim=-1)
+    y, _ = gated_scan(x, dt, mamba.dt_proj.bias, mamba.A, B, C, mamba.D, z, None)
+    return y.flatten(0, 1)
+
+
+def _branches(block: HybridBlock, h: Tensor, weights: _Weights, batch: int, seed: Tensor, drop: float) -> list[Tensor]:
+    """The outputs of the block's branches (M, d), attention's without its bias."""
+    attention, mamba = block.attention, block.mamba
+
+    def attend(qkv: Tensor) -> Tensor:
+        assert attention is not None
+        o = short_attention(qkv.view(batch, -1, qkv.shape[-1]), attention.qkv.bias, attention.heads, drop, seed)
+        return weights.product(o.flatten(0, 1), attention.out)
+
+    def scan(xz: Tensor) -> Tensor:
+        assert mamba is not None
+        return weights.product(_mamba(mamba, xz, weights, batch), mamba.out_proj)
+
+    if attention is None:
+        assert mamba is not None
+        return [scan(weights.product(h, mamba.in_proj))]
+    if mamba is None:
+        return [attend(weights.product(h, attention.qkv))]
+    qkv, xz = weights.products(h, attention.qkv, mamba.in_proj)
+    return list(concurrently(lambda: attend(qkv), lambda: scan(xz), [qkv]))
+
+
+def decode(decoder: HybridDecoder, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (B, L, d) -> the decoder's outputs (B, L, d), in `dtype`."""
+    batch, length, dim = x.shape
+    blocks: list[HybridBlock] = list(decoder.blocks)  # type: ignore[arg-type]
+    weights = _Weights(decoder, dtype)
+    drop = blocks[0].dropout.p if decoder.training else 0.0
+    seeds = torch.randint(2**31 - 1, (len(blocks), 3, 1), device=x.device)
+
+    def join(x: Tensor, y: Tensor | None, bias: Tensor | None, other: Tensor | None, alpha: Tensor | None,
+             norm: nn.LayerNorm, gate: nn.Linear | None, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return seam(
+            x, y, bias, other, alpha, norm.weight, norm.bias, None if gate is None else gate.weight.view(-1),
+            None if gate is None else gate.bias, drop, seed, norm.eps, dtype,
+        )  # fmt: skip
+
+    x = x.reshape(-1, dim).float()
+    _, h, alpha = join(x, None, None, None, None, blocks[0].norm, blocks[0].gate, seeds[0, 0])
+    for i, block in enumerate(blocks):
+        first, *second = _branches(block, h, weights, batch, seeds[i, 0], drop)
+        bias = None if block.attention is None else block.attention.out.bias
+        norm, up, _, down, _ = block.mlp
+        mixed = (second[0], alpha) if second else (None, None)
+        x, h, _ = join(x, first, bias, *mixed, norm, None, seeds[i, 1])
+        h = weights.product(bias_gelu(weights.product(h, up), up.bias), down)
+        after, gate = (decoder.norm, None) if i + 1 == len(blocks) else (blocks[i + 1].norm, blocks[i + 1].gate)
+        x, h, alpha = join(x, h, down.bias, None, None, after, gate, seeds[i, 2])
+    return h.view(batch, length, dim)

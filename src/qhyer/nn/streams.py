@@ -1,0 +1,56 @@
+"""Independent work side by side on a GPU.
+
+The kernels of one update are small and many of them leave most of the chip idle. Where two parts of a loss do not
+depend on each other, `concurrently` puts them on two CUDA streams; autograd runs each part's backward on the stream of
+its forward, and a captured graph keeps the two as parallel branches. Elsewhere it is two calls, one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+First = TypeVar("First")
+Second = TypeVar("Second")
+
+
+@functools.cache
+def _beside(device: torch.device, stream: int) -> torch.cuda.Stream:
+    """The partner of a stream. One each, so that runs that share a GPU do not wait for one another."""
+    return torch.cuda.Stream(device)
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def concurrently(
+    first: Callable[[], First], second: Callable[[], Second], inputs: Iterable[Tensor]
+) -> tuple[First, Second]:
+    """Both results. `inputs`: the tensors that `first` reads and that were made outside of it."""
+    inputs = list(inputs)
+    if not inputs or not inputs[0].is_cuda:
+        return first(), second()
+    here = torch.cuda.current_stream(inputs[0].device)
+    beside = _beside(inputs[0].device, here.cuda_stream)
+    beside.wait_stream(here)
+    with torch.cuda.stream(beside):
+        one = first()
+    two = second()
+    here.wait_stream(beside)
+    # The allocator gives memory back to the stream it came from; it must know who else still reads it.
+    for tensor in inputs:
+        tensor.record_stream(beside)
+    for tensor in _tensors(one):
+        tensor.record_stream(here)
+    return one, two
