@@ -16,6 +16,8 @@ from qhyer.agent import Agent, AgentConfig
 from qhyer.data.episodes import Episodes
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run without a GPU, slowly; before anything imports triton
 os.environ.setdefault("MUJOCO_GL", "disable")  # no screen, no warnings about it
 
 SMALL: dict[str, Any] = dict(
