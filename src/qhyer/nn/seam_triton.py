@@ -50,7 +50,8 @@ def _keep(seed, row, threshold, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # typ
     return bits.to(tl.int32, bitcast=True) >= threshold
 
 
-@triton.jit(do_not_specialize=["M", "threshold"])
+# A seed may be any element of a tensor of seeds: one kernel for all, however it is aligned.
+@triton.jit(do_not_specialize=["M", "threshold"], do_not_specialize_on_alignment=["seed_ptr"])
 def _forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, y_bias_ptr, y2_ptr, alpha_ptr, weight_ptr, bias_ptr, gate_weight_ptr, gate_bias_ptr, seed_ptr,
     x_out_ptr, h_ptr, alpha_out_ptr, stats_ptr,  # (M, D), (M, D), (M,), (2, M) of mean and 1 / deviation
@@ -95,7 +96,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         tl.store(alpha_out_ptr + row, tl.sigmoid(logit), mask=row < M)
 
 
-@triton.jit(do_not_specialize=["M", "threshold", "steps"])
+@triton.jit(do_not_specialize=["M", "threshold", "steps"], do_not_specialize_on_alignment=["seed_ptr"])
 def _backward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, stats_ptr, y_ptr, y_bias_ptr, y2_ptr, alpha_ptr, weight_ptr, bias_ptr, gate_weight_ptr, alpha_out_ptr,
     seed_ptr, dx_out_ptr, dh_ptr, dalpha_out_ptr,  # x: as it left
