@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,14 @@ from torch import nn
 
 from qhyer import presets, runs
 from qhyer.agents.qhyer import QHyerConfig
+from qhyer.bench import all as whole
 from qhyer.bench import common
 from qhyer.bench.common import BenchRow, Ceilings
 from qhyer.bench.data import data
 from qhyer.bench.eval import evaluation
 from qhyer.bench.infer import Recompute, full_memory, infer, linear_floor, measure_acting
+from qhyer.bench.scan import Problem, around, difference, loop, scan
+from qhyer.bench.train import WARMUP, Training, category, covered, launch, measure_updates, updates
 from qhyer.data import registry
 from qhyer.data.episodes import DataSpec, Episodes
 from qhyer.errors import UserError
@@ -96,6 +100,46 @@ def test_the_table_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     written = json.loads((tmp_path / "o.json").read_text())
     assert written["bench"] == "x" and written["device"] == "cpu"
     assert {"name", "batch", "ms", "floor_ms", "gb"} <= set(written["rows"][0])
+
+
+def test_rows_of_one_file_are_unique(tmp_path: Path) -> None:
+    """A row takes the place of the one with its name and batch; any other stays where it is."""
+    path = tmp_path / "a" / "rows.json"
+    for row in (BenchRow("update", 256, 2.0), BenchRow("cold84", 1, 9.0), BenchRow("update", 1024, 5.0)):
+        common.add_row(path, row, {"device": "cpu"})
+    common.add_row(path, BenchRow("update", 256, 1.0, 0.5, 3.0, {"path": "captured"}))
+    rows = json.loads(path.read_text())
+    assert [(row["name"], row["batch"], row["ms"]) for row in rows] == [
+        ("update", 256, 1.0), ("cold84", 1, 9.0), ("update", 1024, 5.0)
+    ]  # fmt: skip
+    assert rows[0]["floor_ms"] == 0.5 and rows[0]["gb"] == 3.0 and rows[0]["extra"] == {"path": "captured"}
+    assert rows[1]["facts"] == {"device": "cpu"}
+    for wrong in ("{}", "[1]", "nothing"):
+        path.write_text(wrong)
+        with pytest.raises(UserError, match=r"JSON|list"):
+            common.add_row(path, BenchRow("x", 1, 1.0))
+
+
+def test_kernels_are_off_only_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before in (None, "1"):
+        monkeypatch.delenv("QHYER_TRITON", raising=False)
+        if before is not None:
+            monkeypatch.setenv("QHYER_TRITON", before)
+        with pytest.raises(KeyError), common.plain_operations():
+            assert os.environ["QHYER_TRITON"] == "0"
+            raise KeyError
+        assert os.environ.get("QHYER_TRITON") == before
+
+
+def test_parts_of_a_parameter_are_counted() -> None:
+    """A slice taken under no_grad has no history, which torch's own hooks on modules do not accept."""
+    layer, weight = nn.Identity(), nn.Parameter(torch.randn(2, 3, 3))
+    with torch.no_grad():
+        assert common.count_flops(lambda: layer(weight.unbind(0)[0]) @ weight[1]) == 2 * 27
+
+
+def test_small_numbers_are_not_shown_as_zero() -> None:
+    assert common.figures(2e-7) == "2.0e-07" and common.figures(0.0123) == "0.012" and common.figures(0.0) == "0.00"
 
 
 def test_the_window_is_full() -> None:
@@ -211,3 +255,204 @@ def test_the_simulator_alone_replays_the_episodes(tiny_config) -> None:
         observation, ended, success = runner.step(actions[-1][None])
         assert before == result.length - 1 and ended[0] and success[0] == result.success
         assert np.array_equal(observation[0], result.observations[-1])
+
+
+# -------------------------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("agent", ["gcbc", "qhyer"])
+def test_updates_are_the_trainer_s(agent: str, tmp_path: Path, tiny_config, point_world) -> None:
+    """To the bit: the same weights, batches and noise from the same seed."""
+    config = tiny_config(agent)
+    run = train(agent, "x", config, TrainConfig(device="cpu", log_every=1, seed=3), run=tmp_path / "r",
+                episodes=point_world, quiet=True)  # fmt: skip
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    training = Training(agent, config, point_world, "fp32", seed=3)
+    for line in lines:
+        training()
+        assert training.update.take_metrics()["loss"] == line["loss"]
+    assert training.flops() > 0 and all(p.grad is None for p in training.agent.parameters())
+
+
+def test_the_floor_of_an_update(tiny_config, point_world) -> None:
+    """Two products for each weight forward and backward, one more for each input but the first; seven numbers moved."""
+    config = tiny_config("gcbc", batch_size=4)
+    make = lambda **options: Training("gcbc", config, point_world, "fp32", **options)
+    row = measure_updates(make, 1, 0.0, CEILINGS, torch.device("cpu"))
+    agent = make().agent
+    layers = [m for m in agent.modules() if isinstance(m, nn.Linear)]
+    flops = 2 * 4 * (3 * sum(layer.weight.numel() for layer in layers) - layers[0].weight.numel())
+    moved = 7 * sum(p.nbytes for p in agent.parameters())
+    assert (row.extra["flops"], row.extra["optimizer_bytes"]) == (flops, moved)
+    assert row.floor_ms == pytest.approx(1e3 * (flops + moved) / 1e9)
+    assert (row.name, row.batch, row.extra["path"]) == ("update", 4, "eager")
+
+
+def test_several_seeds_are_measured_together(tiny_config, point_world) -> None:
+    config = tiny_config("gcbc")
+    made: list[Training] = []
+
+    def make(**options: int) -> Training:
+        made.append(Training("gcbc", config, point_world, "fp32", **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    row = measure_updates(make, 3, 0.0, CEILINGS, torch.device("cpu"))
+    assert row.name == "seeds3" and len(made) == 3
+    first, second, third = (next(training.agent.parameters()) for training in made)
+    assert not torch.equal(first, second) and not torch.equal(second, third)
+    assert made[0].step == 2 * made[1].step - WARMUP and made[1].step == made[2].step  # the first also alone
+    assert row.extra["times_one"] == pytest.approx(row.ms / row.extra["one_ms"])
+    single = measure_updates(make, 1, 0.0, CEILINGS, torch.device("cpu"))
+    assert row.floor_ms == pytest.approx(3 * single.floor_ms) and single.floor_ms is not None
+
+
+def test_every_update_is_launched_before_the_next_round() -> None:
+    order: list[str] = []
+
+    class Pretend:
+        lane = type("Lane", (), {"device": torch.device("cpu")})()
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self) -> None:
+            order.append(self.name)
+
+    launch([Pretend("a"), Pretend("b")], 2)  # type: ignore[list-item]
+    assert order == ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_TNT", "matrix products"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x128>", "matrix products"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)", "attention"),
+        ("void pytorch_flash::flash_bwd_kernel<Flash_bwd_kernel_traits<64>>", "attention"),
+        ("_scan_forward_kernel", "scan"),
+        ("_attention_backward_kernel", "attention"),
+        ("_seam_forward_kernel", "norm/elementwise"),
+        ("_gelu_backward_kernel", "norm/elementwise"),
+        ("_forward_kernel", "other"),
+        ("_conv_backward_kernel", "convolution"),
+        ("void at::native::tensor_kernel_scan_innermost_dim<float, std::plus<float>>", "other"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>", "norm/elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float>>", "norm/elementwise"),
+        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "copies/casts"),
+        ("Memcpy DtoD (Device -> Device)", "copies/casts"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reductions"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matrix products"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>", "optimiser"),
+        ("aten::addmm", "matrix products"),
+        ("aten::baddbmm", "matrix products"),
+        ("aten::mul_", "norm/elementwise"),
+        ("aten::_fused_adamw_", "optimiser"),
+        ("aten::sum", "reductions"),
+    ],
+)
+def test_kernels_are_known_by_their_names(name: str, expected: str) -> None:
+    assert category(name) == expected
+
+
+def test_overlapping_time_counts_once() -> None:
+    assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5)]) == 4.0
+    assert covered([]) == 0.0
+
+
+def test_train_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_config
+) -> None:
+    monkeypatch.setattr(presets, "resolve", lambda *_: (tiny_config("gcbc"), []))
+    out = tmp_path / "train.json"
+    options = {"dataset": "pointmaze-medium-navigate", "batch": (4, 6), "seeds": (1, 2), "episodes": 2, "seconds": 0.0}
+    assert updates(**options, agent="gcbc", device="cpu", profile=True, top=3, out=out) == 0  # type: ignore[arg-type]
+    written = json.loads(out.read_text())
+    assert [(row["name"], row["batch"]) for row in written["rows"]] == [
+        ("update", 4), ("seeds2", 4), ("update", 6), ("seeds2", 6)
+    ]  # fmt: skip
+    assert written["precision"] == "fp32" and written["threads"] == 1 and written["data"] == "made up"
+    found = written["profiles"]["4"]
+    assert found["top"][0]["us"] >= found["top"][-1]["us"]
+    assert sum(group["share"] for group in found["categories"].values()) == pytest.approx(1.0)
+    assert {"matrix products", "optimiser"} <= set(found["categories"])
+    assert "by category" in capsys.readouterr().out
+
+
+def test_train_command_on_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_config) -> None:
+    monkeypatch.setattr(presets, "resolve", lambda *_: (tiny_config("gcbc"), []))
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "own.npz", observations=rng.normal(size=(80, 2)), actions=rng.uniform(-1, 1, (80, 2)),
+             terminals=np.arange(80) % 40 == 39)  # fmt: skip
+    own, out = str(tmp_path / "own.npz"), tmp_path / "o.json"
+    options = {"agent": "gcbc", "device": "cpu", "batch": (4,), "seconds": 0.0, "out": out}
+    assert updates(data=own, precision="bf16", **options) == 0  # type: ignore[arg-type]
+    written = json.loads(out.read_text())
+    assert (written["dataset"], written["data"], written["precision"]) == ("own", own, "bf16")
+    with pytest.raises(UserError, match="--batch"):
+        updates(agent="gcbc", batch=(0,), device="cpu")
+
+
+# ------------------------------------------------------------------------------------------------------------ scan
+
+
+def test_scan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "scan.json"
+    assert scan(batch=2, channels=3, states=4, lengths=(5, 10), device="cpu", seconds=0.0, out=out) == 0
+    written = json.loads(out.read_text())
+    assert [(row["name"], row["batch"], row["extra"]["length"]) for row in written["rows"]] == [
+        ("scan", 2, 5), ("scan", 2, 10)
+    ]  # fmt: skip
+    for row in written["rows"]:
+        extra = row["extra"]
+        assert extra["difference"] < 1e-5 and set(extra["differences"]) == {"y", "du", "ddelta", "dA", "dB", "dC", "dD"}
+        assert row["floor_ms"] == max(extra["exponentials_ms"], extra["bytes_ms"]) and extra["loop_ms"] > 0
+        cells = 3 * 2 * extra["length"] * 3 * 4
+        assert extra["exponentials_ms"] == pytest.approx(1e3 * cells / written["exp2_per_s"])
+    assert "float64" in capsys.readouterr().out
+    with pytest.raises(UserError, match="sizes"):
+        scan(states=0, device="cpu")
+
+
+def test_a_difference_is_seen_and_belongs_to_its_tensor() -> None:
+    """Around the scan too: softplus of the steps before it, the gate after it."""
+    problem = Problem.make(2, 6, 3, 4, torch.float32, torch.device("cpu"), fused=True)
+    assert max(difference(around(loop), around(loop), problem).values()) < 1e-5
+    louder = lambda *inputs: 1.1 * around(loop)(*inputs)
+    assert difference(louder, around(loop), problem)["y"] == pytest.approx(0.1, rel=1e-3)
+    step = nn.functional.softplus(problem.inputs[6])
+    assert float(step.detach().min()) > 5e-4 and float(step.detach().max()) < 0.2
+    half = problem.of(1, torch.bfloat16)
+    assert half.dy.shape[0] == 1 and half.inputs[0].dtype == torch.bfloat16 and half.inputs[2].dtype == torch.float32
+
+
+# ------------------------------------------------------------------------------------------------------- all of it
+
+
+def test_all_of_it_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_config) -> None:
+    monkeypatch.setattr(presets, "resolve", lambda *_: (tiny_config("gcbc"), []))
+    made = BenchRow("eval250", 250, 1.0, 0.5)
+    monkeypatch.setattr(whole, "evaluation", lambda **_: common.write(None, "eval", {"workers": 2}, [made]))
+    out = tmp_path / "bench" / "all.json"
+    common.add_row(out, BenchRow("cold84", 1, 7.0))
+    options = {"agent": "gcbc", "dataset": "pointmaze-medium-navigate", "device": "cpu", "seconds": 0.0}
+    assert whole.everything(out=out, batch=(4, 6), seeds=2, acting=(1,), **options) == 0  # type: ignore[arg-type]
+    rows = json.loads(out.read_text())
+    assert [(row["name"], row["batch"]) for row in rows] == [
+        ("cold84", 1), ("infer", 1), ("eval250", 250), ("scan", 8), ("seeds2", 4), ("update", 4), ("update", 6)
+    ]  # fmt: skip
+    assert all({"name", "batch", "ms", "floor_ms", "gb", "extra", "facts"} <= set(row) for row in rows)
+    assert rows[1]["facts"]["bench"] == "infer" and rows[-1]["facts"]["hardware"]
+
+
+def test_what_fails_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_config) -> None:
+    monkeypatch.setattr(presets, "resolve", lambda *_: (tiny_config("gcbc"), []))
+
+    def fails(**_: object) -> int:
+        raise UserError("no simulator")
+
+    monkeypatch.setattr(whole, "evaluation", fails)
+    out = tmp_path / "all.json"
+    options = {"agent": "gcbc", "dataset": "pointmaze-medium-navigate", "device": "cpu", "seconds": 0.0}
+    with pytest.raises(UserError, match="not measured: eval"):
+        whole.everything(out=out, batch=(4,), seeds=2, acting=(1,), **options)  # type: ignore[arg-type]
+    assert [row["name"] for row in json.loads(out.read_text())] == ["infer", "scan", "seeds2", "update"]

@@ -30,7 +30,7 @@ COMMANDS = {
     "sweep": "MANIFEST: train and evaluate many: agents × datasets × seeds, here or on a Ray cluster",
     "report": "RUN...: one page with tables and figures",
     "analyze": "NAME RUN...: answer one question about a run",
-    "bench": "infer | eval | data: how fast it is here",
+    "bench": "all | train | scan | infer | eval | data: how fast it is here",
     "list": "agents | datasets | presets | analyses: what there is",
     "doctor": "what works on this machine, and what to do about what does not",
 }
@@ -279,11 +279,17 @@ def _analyze(args: list[str]) -> int | None:
 
 
 def _bench(args: list[str]) -> int | None:
+    from qhyer.bench.all import everything
     from qhyer.bench.data import data
     from qhyer.bench.eval import evaluation
     from qhyer.bench.infer import infer
+    from qhyer.bench.scan import scan
+    from qhyer.bench.train import updates
 
     benches: dict[str, Callable[..., int | None]] = {
+        "all": everything,
+        "train": updates,
+        "scan": scan,
         "infer": infer,
         "eval": evaluation,
         "data": data,

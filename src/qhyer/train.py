@@ -248,7 +248,7 @@ def _train(
         for loop, info in zip(loops, infos):
             if distributed.is_main() and not loop.has_begun():
                 write_json(loop.run / "run.json", info)
-        with _torch_settings(threads, configs[0].precision, device):
+        with torch_settings(threads, configs[0].precision, device):
             _take_turns(loops, resume, f"{agent_name} on {episodes.name}", quiet)
     return paths
 
@@ -272,7 +272,7 @@ def _is_done(run: Path, info: dict[str, Any], config: AgentConfig, resume: bool,
 
 
 @contextlib.contextmanager
-def _torch_settings(threads: int, precision: str, device: str) -> Iterator[None]:
+def torch_settings(threads: int, precision: str, device: str) -> Iterator[None]:
     """What a training sets for the whole process, put back when it ends."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

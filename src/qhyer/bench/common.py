@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import json
 import math
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from qhyer import envs, runs
 from qhyer.data import registry
-from qhyer.data.episodes import DataSpec
+from qhyer.data.episodes import DataSpec, Episodes
 from qhyer.errors import UserError
 from qhyer.storage import write_json
 
@@ -82,22 +86,43 @@ def interleave(
     return [np.asarray(record) for record in times]
 
 
-def time_ms(function: Callable[[], object], device: torch.device, seconds: float, least: int = LEAST_ROUNDS) -> float:
-    """Median time of a call alone; on CUDA by the device's own clock, which leaves the host's waiting out."""
+def once_ms(function: Callable[[], object], device: torch.device) -> float:
+    """Time of one call; on CUDA by the device's own clock, which leaves the host's waiting out."""
     if device.type != "cuda":
-        return float(np.median(interleave([function], seconds, device, least)[0]))
-    for _ in range(WARMUP):
+        begun = time.perf_counter()
         function()
-    times: list[float] = []
+        return 1e3 * (time.perf_counter() - begun)
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    function()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last)
+
+
+def in_turn_ms(
+    calls: Sequence[Callable[[], object]],
+    seconds: float,
+    device: torch.device,
+    least: int = LEAST_ROUNDS,
+    warmup: int = WARMUP,
+) -> list[np.ndarray]:
+    """`interleave` by the device's own clock."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(warmup):
+        for call in calls:
+            call()
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < least:
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        function()
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last))
-    return float(np.median(times))
+    while time.perf_counter() < end or len(times[0]) < least:
+        for call, record in zip(calls, times):
+            synchronize(device)
+            record.append(once_ms(call, device))
+    return [np.asarray(record) for record in times]
+
+
+def time_ms(function: Callable[[], object], device: torch.device, seconds: float, least: int = LEAST_ROUNDS) -> float:
+    """Median time of a call alone, by the device's own clock."""
+    return float(np.median(in_turn_ms([function], seconds, device, least)[0]))
 
 
 def peak_gb(device: torch.device) -> float:
@@ -112,6 +137,29 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+def release(device: torch.device) -> None:
+    """Gives back what nobody holds any more, graphs and their memory included, so that a peak is the next one's own."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    reset_peak(device)
+
+
+@contextlib.contextmanager
+def plain_operations() -> Iterator[None]:
+    """Torch's own operations, no Triton kernels: what can be counted, and what the kernels are compared with."""
+    before = os.environ.get("QHYER_TRITON")
+    os.environ["QHYER_TRITON"] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["QHYER_TRITON"]
+        else:
+            os.environ["QHYER_TRITON"] = before
+
+
 @contextlib.contextmanager
 def using_threads(count: int) -> Iterator[None]:
     if count < 1:
@@ -122,6 +170,25 @@ def using_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def recorded(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The same work as a CUDA graph, so that its kernels are timed and not their launching; itself where there is none.
+
+    What the function returns is kept by nobody: it computes into the graph's own memory.
+    """
+    if device.type != "cuda":
+        return function
+    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):  # libraries set themselves up, kernels are compiled
+        for _ in range(WARMUP):
+            function()
+    current.wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        function()
+    return graph.replay
 
 
 # -------------------------------------------------------------------------------------------------------- ceilings
@@ -143,6 +210,23 @@ def copy_rate(device: torch.device, seconds: float = 1.0) -> float:
     source = torch.ones((1024 if device.type == "cuda" else 128) * 2**18, device=device)
     target = torch.empty_like(source)
     return 2.0 * source.nbytes / (1e-3 * time_ms(lambda: target.copy_(source), device, seconds))
+
+
+def exp2_rate(device: torch.device, seconds: float = 1.0) -> float:
+    """Exponentials a second: on CUDA in registers where Triton runs, elsewhere of a tensor that stays in the cache."""
+    if device.type == "cuda":
+        with contextlib.suppress(ImportError):
+            from qhyer.bench import exp_triton
+
+            return exp_triton.COUNT / (1e-3 * time_ms(exp_triton.powers(device), device, seconds))
+    source = torch.rand(2**20 if device.type == "cuda" else 2**14, device=device)
+    target = torch.empty_like(source)
+
+    def work() -> None:  # many at once: a single one is over before it is timed
+        for _ in range(16):
+            torch.exp2(source, out=target)
+
+    return 16 * source.numel() / (1e-3 * time_ms(work, device, seconds))
 
 
 @dataclass(frozen=True)
@@ -175,13 +259,28 @@ _CPU_ATTENTION = {
 }
 
 
+class _NoModules:
+    """Instead of torch's record of which module is running: only the total is asked for, and its hooks refuse inputs
+    that are parts of a parameter taken without a gradient."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 def count_flops(function: Callable[[], object]) -> int:
     """Floating-point operations of a call: matrix products, convolutions and attention, backward passes included.
 
     What is not a product (norms, scans, activations) counts nothing, and neither does a kernel that torch cannot see
     into; causal attention counts in full.
     """
-    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+    counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    with counter:
         function()
     return counter.get_total_flops()
 
@@ -211,6 +310,16 @@ def made_up_spec(dataset: registry.Dataset) -> DataSpec:
     return DataSpec(dim, actions, dataset.goal_indices, (0.0,) * dim, (1.0,) * dim)
 
 
+def made_up_episodes(dataset: registry.Dataset, count: int, device: torch.device) -> Episodes:
+    """Noise in the sizes of a dataset, in episodes of its length: an update takes as long as on the data."""
+    spec, rows = made_up_spec(dataset), count * dataset.rows
+    generator = torch.Generator().manual_seed(0)
+    observations = torch.randn(rows, spec.observation_dim, generator=generator)
+    actions = 2.0 * torch.rand(rows, spec.action_dim, generator=generator) - 1.0
+    ends = torch.arange(1, count + 1) * dataset.rows - 1
+    return Episodes(observations, actions, ends, dataset.goal_indices, dataset.name).to(device)
+
+
 # ------------------------------------------------------------------------------------------------------- reporting
 
 
@@ -227,6 +336,8 @@ def figures(value: float | None) -> str:
     """Three significant digits; nothing for nothing."""
     if value is None:
         return ""
+    if 0 < value < 5e-4:
+        return f"{value:.1e}"
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 2
     return f"{value:.{max(0, min(digits, 3))}f}"
 
@@ -247,16 +358,64 @@ def show(title: str, rows: Sequence[BenchRow], extra: dict[str, str] | None = No
             *(value if isinstance(value, str) else figures(value) for value in values),
             figures(row.gb),
         )
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    if not console.is_terminal:  # a file has no width
+        console.width = max(console.width, 160)
+    console.print(table)
 
 
 def note(text: str) -> None:
     Console(highlight=False).print(text, markup=False, soft_wrap=True)
 
 
+_into: ContextVar[Path | None] = ContextVar("_into", default=None)
+
+
+@contextlib.contextmanager
+def writing_into(path: Path) -> Iterator[None]:
+    """Within it, the rows of every benchmark go to this one file, as `add_row` puts them there."""
+    token = _into.set(path)
+    try:
+        yield
+    finally:
+        _into.reset(token)
+
+
 def write(out: Path | None, name: str, facts: dict[str, Any], rows: Sequence[BenchRow]) -> None:
     """JSON: the facts of the machine and one object per row (name, batch, ms, floor_ms, gb, extra)."""
+    if (path := _into.get()) is not None:
+        for row in rows:
+            add_row(path, row, {"bench": name, **facts})
     if out is None:
         return
     write_json(out, {"bench": name, **facts, "rows": [dataclasses.asdict(row) for row in rows]})
     note(f"written: {out}")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that `add_row` made; none if there is no file yet."""
+    if not Path(path).exists():
+        return []
+    try:
+        rows = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and {"name", "batch"} <= set(row) for row in rows):
+        raise UserError(f"{path} is not a list of benchmark rows; give another file, or remove this one")
+    return rows
+
+
+def add_row(path: Path, row: BenchRow, facts: dict[str, Any] | None = None) -> None:
+    """Puts a row, with the facts of its machine and settings, into a plain list of rows.
+
+    Names are unique for each batch: a row takes the place of one measured before. Also for what is measured elsewhere,
+    a training followed by an evaluation for example.
+    """
+    rows = read_rows(path)
+    new = {**dataclasses.asdict(row), "facts": facts or {}}
+    at = [i for i, old in enumerate(rows) if (old["name"], old["batch"]) == (row.name, row.batch)]
+    if at:
+        rows[at[0]] = new
+    else:
+        rows.append(new)
+    write_json(path, rows)
