@@ -5,11 +5,13 @@ stream over and nothing to keep: backward loads q, k, v again and computes the p
 its seed) once more. Reading q, k, v where the projection left them, adding its bias on the way, and writing their
 gradients side by side saves the passes over memory that permuting, adding and summing would take.
 
-Tiles are L and the head's width rounded up to powers of two. Beyond the width everything is zero. Rows beyond L are not:
-they hold the bias, but the causal mask hides them as keys, and as queries their gradient is zero.
+Tiles are L and the head's width rounded up to powers of two. Beyond the width everything is zero. Rows beyond L are
+not: they hold the bias, but the causal mask hides them as keys, and as queries their gradient is zero.
 
-Products are in the dtype of `qkv` with float32 sums, the softmax is float32. The bias gradient is written as one partial
-sum per sequence and added by torch in a fixed order: no atomics, so that the same inputs give the same bits.
+Products are in the dtype of `qkv` (float32 as three products of its halves: as exact, and the tensor cores do it) with
+float32 sums, the softmax is float32. The bias gradient is written as one partial sum per sequence and added by torch in
+a fixed order: no atomics, so that the same inputs give the same bits. The bias of the keys moves all scores of a query
+alike, which the softmax does not see: its gradient is zero, and written as that.
 
 Importing qhyer does not import this.
 """
@@ -40,7 +42,7 @@ def _load(ptr, bias_ptr, t, d, L, row, WIDTH: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def _probabilities(q, k, t, scale, P: tl.constexpr):  # type: ignore[no-untyped-def]
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
+    s = tl.dot(q, tl.trans(k), input_precision="tf32x3") * (scale * LOG2E)
     s = tl.where(t[:, None] >= tl.arange(0, P)[None, :], s, -float("inf"))
     p = tl.exp2(s - tl.max(s, 1)[:, None])
     return p / tl.sum(p, 1)[:, None]
@@ -48,12 +50,11 @@ def _probabilities(q, k, t, scale, P: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def _kept(seed_ptr, pair, drop, P: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 / (1 - drop) where a probability stays, 0 where it is dropped. Philox gives four numbers at a time: those of
-    four neighbouring columns."""
+    """Which probabilities stay. Philox gives four numbers at a time: those of four neighbouring columns."""
     at = (pair * P + tl.arange(0, P))[:, None] * (P // 4) + tl.arange(0, P // 4)[None, :]
     u0, u1, u2, u3 = tl.rand4x(tl.load(seed_ptr), at)
     u = tl.join(tl.join(u0, u2), tl.join(u1, u3))
-    return tl.where(tl.reshape(u, [P, P]) >= drop, 1.0 / (1.0 - drop), 0.0)
+    return tl.reshape(u, [P, P]) >= drop
 
 
 @triton.jit
@@ -72,8 +73,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     v = _load(qkv_ptr + 2 * third, bias_ptr + 2 * third, t, d, L, qkv_row, WIDTH, BIAS)
     p = _probabilities(q, k, t, scale, P)
     if DROP:
-        p *= _kept(seed_ptr, b * H + h, drop, P)
-    o = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        p = tl.where(_kept(seed_ptr, b * H + h, drop, P), p * (1.0 / (1.0 - drop)), 0.0)
+    o = tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
     inside = (t < L)[:, None] & (d < WIDTH)[None, :]
     tl.store(o_ptr + b.to(tl.int64) * L * third + h * WIDTH + t[:, None] * third + d[None, :], o, mask=inside)
 
@@ -100,26 +101,28 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     v = _load(qkv_ptr + 2 * third, bias_ptr + 2 * third, t, d, L, qkv_row, WIDTH, BIAS)
     do = _load(do_ptr, bias_ptr, t, d, L, do_row, WIDTH, False).to(q.dtype)
     p = _probabilities(q, k, t, scale, P)
-    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
     if DROP:
-        kept = _kept(seed_ptr, b * H + h, drop, P)
-        dp *= kept
-        dv = tl.dot(tl.trans((p * kept).to(q.dtype)), do, input_precision="ieee")
+        kept = tl.where(_kept(seed_ptr, b * H + h, drop, P), 1.0 / (1.0 - drop), 0.0)
+        dv = tl.dot(tl.trans((p * kept).to(q.dtype)), do, input_precision="tf32x3")
     else:
-        dv = tl.dot(tl.trans(p.to(q.dtype)), do, input_precision="ieee")
+        dv = tl.dot(tl.trans(p.to(q.dtype)), do, input_precision="tf32x3")
     tl.store(at + 2 * third, dv, mask=inside)
+    if BIAS:
+        tl.store(dbias_ptr + 2 * third + d, tl.sum(dv, 0), mask=known)
+    dp = tl.dot(do, tl.trans(v), input_precision="tf32x3")
+    if DROP:
+        dp *= kept
     ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.dtype)
-    dq = tl.dot(ds, k, input_precision="ieee")
+    dq = tl.dot(ds, k, input_precision="tf32x3")
     tl.store(at, dq, mask=inside)
-    dk = tl.dot(tl.trans(ds), q, input_precision="ieee")
-    tl.store(at + third, dk, mask=inside)
     if BIAS:
         tl.store(dbias_ptr + d, tl.sum(dq, 0), mask=known)
-        tl.store(dbias_ptr + third + d, tl.sum(dk, 0), mask=known)
-        tl.store(dbias_ptr + 2 * third + d, tl.sum(dv, 0), mask=known)
+        tl.store(dbias_ptr + third + d, tl.zeros([D], tl.float32), mask=known)
+    dk = tl.dot(tl.trans(ds), q, input_precision="tf32x3")
+    tl.store(at + third, dk, mask=inside)
 
 
-def _launch(length: int, width: int) -> dict[str, int]:
+def _launch(length: int, width: int) -> dict[str, Any]:
     P, D = max(16, triton.next_power_of_2(length)), max(16, triton.next_power_of_2(width))
     return dict(WIDTH=width, P=P, D=D, num_warps=8 if max(P, D) > 64 else 4)
 
@@ -163,10 +166,13 @@ def short_attention_backward(
     qkv, do, width = _packed(qkv), _packed(do), packed // (3 * heads)
     dqkv = torch.empty(batch, length, packed, device=qkv.device, dtype=qkv.dtype)
     dbias = torch.empty(batch, 0 if bias is None else packed, device=qkv.device, dtype=torch.float32)
+    launch = _launch(length, width)
+    if launch["num_warps"] == 4 and qkv.element_size() == 2:
+        launch["maxnreg"] = 128  # instead of 160: four programs on a multiprocessor, not three
     _backward_kernel[(heads, batch)](
         qkv, qkv if bias is None else bias, qkv if seed is None else seed, do, dqkv, dbias, length, heads,
         1.0 / math.sqrt(width), drop, *qkv.stride()[:2], *do.stride()[:2], BIAS=bias is not None, DROP=drop > 0.0,
-        **_launch(length, width),
+        **launch,
     )  # fmt: skip
     return dqkv, dbias.sum(0)
 
