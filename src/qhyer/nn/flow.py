@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qhyer.nn.scan import kernels
+
 
 class InvertibleLinears(nn.Module):
     """z = x W, W = P L (U + diag s): fixed permutation, unit lower, strictly upper, free diagonal. One per block;
@@ -121,6 +123,10 @@ class ConditionalRealNVP(nn.Module):
 
     def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """f(x; y): data (..., d) -> noise (..., d) and log|det df/dx| (...)."""
+        if self.couplings.kept and x.numel() and x.dtype == torch.float32 and kernels(x) is not None:
+            from qhyer.nn.flow_triton import flow_forward
+
+            return flow_forward(self, x, context)
         z, scales = x.reshape(-1, self.dim), []
         matrices, log_det = self.linears()
         for matrix, prepared in zip(matrices, self.couplings.prepare(context)):
@@ -160,4 +166,13 @@ class SAEncoder(nn.Module):
         self.net = nn.Sequential(*parts, nn.Linear(widths[-1], outputs))
 
     def forward(self, observations: Tensor, actions: Tensor) -> Tensor:
-        return self.net(torch.cat([observations, actions], dim=-1))
+        x = torch.cat([observations, actions], dim=-1)
+        if not x.numel() or kernels(x) is None:
+            return self.net(x)
+        from qhyer.nn.flow_triton import norm_silu
+
+        *layers, last = self.net
+        for dense, norm in zip(layers[::3], layers[1::3]):
+            u = F.linear(x, dense.weight)
+            x = norm_silu(u, dense.bias, norm.weight, norm.bias, norm.eps, u.dtype)
+        return last(x)

@@ -9,7 +9,7 @@ autocast). Same function as `HybridDecoder.forward`, which is the reference; tes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,23 +28,23 @@ LONGEST = 128
 
 
 class _Products(torch.autograd.Function):
-    """x W_i^T for several matrices. `cast` are the W_i in x's dtype; gradients go to the float32 W_i, in float32.
+    """x W_i^T for several matrices, given in float32 and again in x's dtype. Gradients go to the float32 ones.
 
     The gradient of x is accumulated by the products themselves, not by additions of their results.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, *weights: Tensor) -> tuple[Tensor, ...]:
-        cast = weights[count:]
+        low = weights[count:]
         ctx.count = count
-        ctx.save_for_backward(x, *cast)
-        return tuple(x @ weight.t() for weight in cast)
+        ctx.save_for_backward(x, *low)
+        return tuple(x @ weight.t() for weight in low)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *cast = ctx.saved_tensors
+        x, *low = ctx.saved_tensors
         dx = None
-        for grad, weight in zip(grads, cast):
+        for grad, weight in zip(grads, low):
             dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
         dweights = [_weight_gradient(grad, x) for grad in grads]
         return (dx, None, *dweights, *([None] * ctx.count))
@@ -62,24 +62,28 @@ class _Weights:
     def __init__(self, decoder: nn.Module, dtype: torch.dtype) -> None:
         self.full = [m.weight for m in decoder.modules() if isinstance(m, nn.Linear) and m.out_features > 1]
         if dtype == torch.float32:
-            cast: Sequence[Tensor] = [weight.detach() for weight in self.full]
+            low: Sequence[Tensor] = [weight.detach() for weight in self.full]
         else:
-            cast = [torch.empty_like(weight, dtype=dtype) for weight in self.full]
+            low = [torch.empty_like(weight, dtype=dtype) for weight in self.full]
             with torch.no_grad():
-                torch._foreach_copy_(cast, self.full)
-        self.cast = {id(full): low for full, low in zip(self.full, cast)}
+                torch._foreach_copy_(low, self.full)
+        self.low = {id(weight): copy for weight, copy in zip(self.full, low)}
 
-    def products(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-        full = [layer.weight for layer in layers]
-        return _Products.apply(x, len(full), *full, *(self.cast[id(weight)] for weight in full))
+    def of(self, layer: nn.Linear, parts: int = 1) -> list[tuple[Tensor, Tensor]]:
+        """A layer's matrix in both dtypes, cut into parts of its outputs."""
+        return list(zip(layer.weight.chunk(parts), self.low[id(layer.weight)].chunk(parts)))
+
+    def products(self, x: Tensor, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        full, low = zip(*pairs)
+        return _Products.apply(x, len(full), *full, *low)
 
     def product(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        return self.products(x, layer)[0]
+        return self.products(x, *self.of(layer))[0]
 
 
-def _mamba(mamba: Mamba, xz: Tensor, weights: _Weights, batch: int) -> Tensor:
-    """After the first projection (M, 2 E), before the last (M, E)."""
-    x, z = xz.view(batch, -1, 2 * mamba.inner).chunk(2, dim=-1)  # (B, L, E)
+def _mamba(mamba: Mamba, x: Tensor, z: Tensor, weights: _Weights, batch: int) -> Tensor:
+    """After the first projection, before the last: (M, E) all."""
+    x, z = x.view(batch, -1, mamba.inner), z.view(batch, -1, mamba.inner)
     x = conv_silu(x, mamba.conv_weight, mamba.conv_bias, 0)
     selected = weights.product(x.flatten(0, 1), mamba.x_proj)  # (M, R + 2 N)
     dt, BC = selected.split([mamba.rank, 2 * mamba.state_size], dim=-1)
@@ -89,8 +93,10 @@ def _mamba(mamba: Mamba, xz: Tensor, weights: _Weights, batch: int) -> Tensor:
     return y.flatten(0, 1)
 
 
-def _branches(block: HybridBlock, h: Tensor, weights: _Weights, batch: int, seed: Tensor, drop: float) -> list[Tensor]:
-    """The outputs of the block's branches (M, d), attention's without its bias."""
+def _branches(
+    block: HybridBlock, h: Tensor, weights: _Weights, batch: int, seed: Tensor, drop: float
+) -> tuple[Tensor, Tensor | None]:
+    """The outputs of the block's branches (M, d), attention's first and without its bias."""
     attention, mamba = block.attention, block.mamba
 
     def attend(qkv: Tensor) -> Tensor:
@@ -98,17 +104,18 @@ def _branches(block: HybridBlock, h: Tensor, weights: _Weights, batch: int, seed
         o = short_attention(qkv.view(batch, -1, qkv.shape[-1]), attention.qkv.bias, attention.heads, drop, seed)
         return weights.product(o.flatten(0, 1), attention.out)
 
-    def scan(xz: Tensor) -> Tensor:
+    def scan(x: Tensor, z: Tensor) -> Tensor:
         assert mamba is not None
-        return weights.product(_mamba(mamba, xz, weights, batch), mamba.out_proj)
+        return weights.product(_mamba(mamba, x, z, weights, batch), mamba.out_proj)
 
     if attention is None:
         assert mamba is not None
-        return [scan(weights.product(h, mamba.in_proj))]
+        return scan(*weights.products(h, *weights.of(mamba.in_proj, 2))), None
     if mamba is None:
-        return [attend(weights.product(h, attention.qkv))]
-    qkv, xz = weights.products(h, attention.qkv, mamba.in_proj)
-    return list(concurrently(lambda: attend(qkv), lambda: scan(xz), [qkv]))
+        return attend(weights.product(h, attention.qkv)), None
+    # x and z apart: together they would be one product, but their gradients two tensors to be joined by a copy.
+    qkv, x, z = weights.products(h, *weights.of(attention.qkv), *weights.of(mamba.in_proj, 2))
+    return concurrently(lambda: attend(qkv), lambda: scan(x, z), [qkv])
 
 
 def decode(decoder: HybridDecoder, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,22 +126,24 @@ def decode(decoder: HybridDecoder, x: Tensor, dtype: torch.dtype) -> Tensor:
     drop = blocks[0].dropout.p if decoder.training else 0.0
     seeds = torch.randint(2**31 - 1, (len(blocks), 3, 1), device=x.device)
 
-    def join(x: Tensor, y: Tensor | None, bias: Tensor | None, other: Tensor | None, alpha: Tensor | None,
-             norm: nn.LayerNorm, gate: nn.Linear | None, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def join(
+        x: Tensor, y: Tensor | None, bias: Tensor | None, other: Tensor | None, alpha: Tensor | None,
+        norm: nn.LayerNorm, gate: nn.Linear | None, seed: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         return seam(
-            x, y, bias, other, alpha, norm.weight, norm.bias, None if gate is None else gate.weight.view(-1),
+            x, y, bias, other, alpha, norm.weight, norm.bias, None if gate is None else gate.weight,
             None if gate is None else gate.bias, drop, seed, norm.eps, dtype,
         )  # fmt: skip
 
     x = x.reshape(-1, dim).float()
     _, h, alpha = join(x, None, None, None, None, blocks[0].norm, blocks[0].gate, seeds[0, 0])
     for i, block in enumerate(blocks):
-        first, *second = _branches(block, h, weights, batch, seeds[i, 0], drop)
+        first, second = _branches(block, h, weights, batch, seeds[i, 0], drop)
+        norm, up, _, down, _ = (cast(Any, layer) for layer in block.mlp)
         bias = None if block.attention is None else block.attention.out.bias
-        norm, up, _, down, _ = block.mlp
-        mixed = (second[0], alpha) if second else (None, None)
-        x, h, _ = join(x, first, bias, *mixed, norm, None, seeds[i, 1])
+        x, h, _ = join(x, first, bias, second, alpha, norm, None, seeds[i, 1])
         h = weights.product(bias_gelu(weights.product(h, up), up.bias), down)
-        after, gate = (decoder.norm, None) if i + 1 == len(blocks) else (blocks[i + 1].norm, blocks[i + 1].gate)
-        x, h, alpha = join(x, h, down.bias, None, None, after, gate, seeds[i, 2])
+        last = i + 1 == len(blocks)
+        norm, gate = (decoder.norm, None) if last else (blocks[i + 1].norm, blocks[i + 1].gate)
+        x, h, alpha = join(x, h, down.bias, None, None, norm, gate, seeds[i, 2])
     return h.view(batch, length, dim)

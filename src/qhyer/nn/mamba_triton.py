@@ -54,8 +54,10 @@ def _sigmoid(v):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, dy_ptr, t, L, E, x_row, dt_row, B_row, C_row, z_row, dy_row, e, n, N,
-          GATE: tl.constexpr, BACKWARD: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _step(  # type: ignore[no-untyped-def]
+    x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, dy_ptr, t, L, E, x_row, dt_row, B_row, C_row, z_row, dy_row, e, n, N,
+    GATE: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
     """The inputs of step t (of the nearest step, outside of the sequence). Loaded a step ahead of their use: on the way
     from memory they take as long as a step's arithmetic."""
     t = tl.minimum(tl.maximum(t, 0), L - 1)
@@ -102,13 +104,13 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     C_ptr += b * C_batch
     z_ptr += b * z_batch
     y_ptr += b * L * E
-    x_, dt_, B_, C_, z_, _ = _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, x_ptr, 0, L, E, x_row, dt_row, B_row, C_row, z_row,
-                                   0, e, n, N, GATE, False)  # fmt: skip
+    x_, dt_, B_, C_, z_, _ = _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, x_ptr, 0, L, E, x_row, dt_row, B_row, C_row,
+                                   z_row, 0, e, n, N, GATE, False)  # fmt: skip
     for t in range(L):
         x, delta, B, C = x_.to(tl.float32), dt_.to(tl.float32), B_.to(tl.float32), C_.to(tl.float32)
         z = z_.to(tl.float32)
-        x_, dt_, B_, C_, z_, _ = _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, x_ptr, t + 1, L, E, x_row, dt_row, B_row, C_row,
-                                       z_row, 0, e, n, N, GATE, False)  # fmt: skip
+        x_, dt_, B_, C_, z_, _ = _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, x_ptr, t + 1, L, E, x_row, dt_row, B_row,
+                                       C_row, z_row, 0, e, n, N, GATE, False)  # fmt: skip
         if SOFTPLUS:
             delta = _softplus(delta + bias)
         h = tl.exp2(delta[None, :] * A) * h + (delta * x)[None, :] * B[:, None]
@@ -188,8 +190,8 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     else:
         g = tl.zeros([P, BLOCK], tl.float32)
         through = tl.zeros([BLOCK], tl.float32)
-    x_, dt_, B_, C_, z_, dy_ = _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, dy_ptr, L - 1, L, E, x_row, dt_row, B_row, C_row,
-                                     z_row, dy_row, e, n, N, GATE, True)  # fmt: skip
+    x_, dt_, B_, C_, z_, dy_ = _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, dy_ptr, L - 1, L, E, x_row, dt_row, B_row,
+                                     C_row, z_row, dy_row, e, n, N, GATE, True)  # fmt: skip
     between = tl.load(between_ptr + (L - 1) * E + e, mask=channel, other=0.0)
     for t in range(L - 1, -1, -1):  # backward in time, with g
         x, delta, dy = x_.to(tl.float32), dt_.to(tl.float32), dy_.to(tl.float32)
