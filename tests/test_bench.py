@@ -20,7 +20,7 @@ from qhyer.bench.data import data
 from qhyer.bench.eval import evaluation
 from qhyer.bench.infer import Recompute, full_memory, infer, linear_floor, measure_acting
 from qhyer.bench.scan import Problem, around, difference, loop, scan
-from qhyer.bench.train import WARMUP, Training, category, covered, launch, measure_updates, updates
+from qhyer.bench.train import WARMUP, Training, category, covered, launch, measure_updates, profile_updates, updates
 from qhyer.data import registry
 from qhyer.data.episodes import DataSpec, Episodes
 from qhyer.errors import UserError
@@ -456,3 +456,48 @@ def test_what_fails_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match="not measured: eval"):
         whole.everything(out=out, batch=(4,), seeds=2, acting=(1,), **options)  # type: ignore[arg-type]
     assert [row["name"] for row in json.loads(out.read_text())] == ["infer", "scan", "seeds2", "update"]
+
+
+# ------------------------------------------------------------------------------------------------------- on a GPU
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("agent", ["gcbc", "qhyer"])
+def test_updates_on_a_gpu(agent: str, tiny_config, point_world) -> None:
+    """Captured, with rivals; memory comes back; kernels are seen inside graphs, twice."""
+    place = torch.device("cuda")
+    episodes, config = point_world.to("cuda"), tiny_config(agent)
+    make = lambda **options: Training(agent, config, episodes, "bf16", **options)
+    held = []
+    for seeds in (1, 2, 1):
+        row = measure_updates(make, seeds, 0.1, CEILINGS, place)
+        assert row.extra["path"] == "captured" and row.floor_ms is not None and row.floor_ms > 0
+        assert ("eager_ms" in row.extra) == (seeds == 1) and ("times_one" in row.extra) == (seeds == 2)
+        common.release(place)
+        held.append(torch.cuda.memory_allocated())
+    assert held[0] == pytest.approx(held[2], rel=0.01, abs=2**20)
+    for _ in range(2):
+        training = make()
+        launch([training], WARMUP)
+        found = profile_updates(training, 3, place)
+        assert found["count"] > 5 and found["count"] == pytest.approx(round(found["count"]))
+        assert 0 < found["busy_us"] <= found["us"] * 1.001
+        assert {"matrix products", "optimiser"} <= set(found["categories"])
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_scan_on_a_gpu(dtype, tmp_path: Path) -> None:
+    out = tmp_path / "scan.json"
+    assert scan(batch=4, channels=64, lengths=(30, 60), dtype=dtype, device="cuda", seconds=0.1, out=out) == 0
+    written = json.loads(out.read_text())
+    names = ["scan", "scan_fused"] if written["kernels"] == "triton" else ["scan"]
+    assert [row["name"] for row in written["rows"]] == 2 * names
+    assert written["exp2_per_s"] > 1e10
+    for row in written["rows"]:
+        assert row["extra"]["difference_fp32"] < 1e-4
+        assert row["extra"]["difference"] < (0.05 if dtype == "bf16" else 1e-4)

@@ -358,10 +358,14 @@ def show(title: str, rows: Sequence[BenchRow], extra: dict[str, str] | None = No
             *(value if isinstance(value, str) else figures(value) for value in values),
             figures(row.gb),
         )
+    wide_console().print(table)
+
+
+def wide_console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:  # a file has no width
         console.width = max(console.width, 160)
-    console.print(table)
+    return console
 
 
 def note(text: str) -> None:

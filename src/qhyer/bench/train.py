@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.autograd import DeviceType
@@ -265,7 +264,7 @@ def profile_updates(training: Training, updates: int, device: torch.device) -> d
 
 
 def show_profile(found: dict[str, Any], batch: int, top: int) -> None:
-    console = Console(highlight=False)
+    console = common.wide_console()
     for title, key in (("by category", "category"), (f"the {top} that take longest", "name")):
         table = Table(title=f"batch {batch}, {title}", title_justify="left", box=None, pad_edge=False)
         table.add_column(key, no_wrap=True, overflow="ellipsis", max_width=90)
