@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qhyer.nn.total_triton import total
+
 MAX_LENGTH = 128
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -58,7 +60,7 @@ def _kept(seed_ptr, pair, drop, P: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def _forward_kernel(  # type: ignore[no-untyped-def]
+def _attention_forward_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, bias_ptr, seed_ptr, o_ptr, L, H, scale, drop, qkv_batch, qkv_row,
     WIDTH: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +82,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def _attention_backward_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, bias_ptr, seed_ptr, do_ptr, dqkv_ptr, dbias_ptr,  # dbias (B, 3 H WIDTH): partial sums
     L, H, scale, drop, qkv_batch, qkv_row, do_batch, do_row,
     WIDTH: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr,
@@ -145,7 +147,7 @@ def short_attention(qkv: Tensor, bias: Tensor | None, heads: int, drop: float, s
     assert drop == 0.0 or seed is not None, "dropout needs a seed"
     qkv, width = _packed(qkv), packed // (3 * heads)
     o = torch.empty(batch, length, heads * width, device=qkv.device, dtype=qkv.dtype)
-    _forward_kernel[(heads, batch)](
+    _attention_forward_kernel[(heads, batch)](
         qkv, qkv if bias is None else bias, qkv if seed is None else seed, o, length, heads, 1.0 / math.sqrt(width),
         drop, *qkv.stride()[:2], BIAS=bias is not None, DROP=drop > 0.0, **_launch(length, width),
     )  # fmt: skip
@@ -169,12 +171,12 @@ def short_attention_backward(
     launch = _launch(length, width)
     if launch["num_warps"] == 4 and qkv.element_size() == 2:
         launch["maxnreg"] = 128  # instead of 160: four programs on a multiprocessor, not three
-    _backward_kernel[(heads, batch)](
+    _attention_backward_kernel[(heads, batch)](
         qkv, qkv if bias is None else bias, qkv if seed is None else seed, do, dqkv, dbias, length, heads,
         1.0 / math.sqrt(width), drop, *qkv.stride()[:2], *do.stride()[:2], BIAS=bias is not None, DROP=drop > 0.0,
         **launch,
     )  # fmt: skip
-    return dqkv, dbias.sum(0)
+    return dqkv, total(dbias)
 
 
 @short_attention_backward.register_fake

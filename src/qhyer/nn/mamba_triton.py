@@ -37,6 +37,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qhyer.nn.total_triton import total
+
 BLOCK = 64  # channels of a program
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -75,7 +77,7 @@ def _step(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _forward_kernel(  # type: ignore[no-untyped-def]
+def _scan_forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, bias_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, state_ptr,  # A (N, E), state (B, N, E)
     y_ptr, last_ptr,  # (B, L, E), (B, N, E)
     L, E,
@@ -122,7 +124,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def _scan_backward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, bias_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, state_ptr, dy_ptr, dlast_ptr,  # inputs
     dx_ptr, ddt_ptr, dz_ptr,  # (B, L, E)
     dBC_ptr,  # (blocks, B, L, 2 N): partial sums over channels
@@ -340,7 +342,7 @@ def gated_scan(
     y = torch.empty(batch, length, width, device=x.device, dtype=x.dtype)
     last = torch.empty(batch, size, width, device=x.device, dtype=torch.float32)
     gate = x if z is None else _contiguous(z)[0]
-    _forward_kernel[(triton.cdiv(width, BLOCK), batch)](
+    _scan_forward_kernel[(triton.cdiv(width, BLOCK), batch)](
         x, dt, D if bias is None else bias, A.t().contiguous(), B, C, D, gate,
         D if state is None else state.mT.contiguous(), y, last, length, width, *_rows(x, dt, B, C, gate),
         N=size, P=triton.next_power_of_2(size), BLOCK=BLOCK, SOFTPLUS=bias is not None, GATE=z is not None,
@@ -375,7 +377,7 @@ def gated_scan_backward(
     dBC, dA = empty(blocks, batch, length, 2 * size), empty(batch, size, width)
     dvector, dstate = empty(batch, 2, width), empty(0) if state is None else empty(batch, size, width)
     gate = x if z is None else _contiguous(z)[0]
-    _backward_kernel[(blocks, batch)](
+    _scan_backward_kernel[(blocks, batch)](
         x, dt, D if bias is None else bias, A.t().contiguous(), B, C, D, gate,
         D if state is None else state.mT.contiguous(), dy, D if dlast is None else dlast.mT.contiguous(),
         dx, ddt, dz, dBC, dA, dvector, dstate, empty(batch, length, width), length, width, batch,
@@ -383,7 +385,7 @@ def gated_scan_backward(
         N=size, P=triton.next_power_of_2(size), BLOCK=BLOCK, SOFTPLUS=bias is not None, GATE=z is not None,
         STATE=state is not None, DLAST=dlast is not None, num_warps=1,
     )  # fmt: skip
-    return dx, ddt, dz, dBC.sum(0), dA.sum(0).t(), dvector.sum(0), dstate if state is None else dstate.mT
+    return dx, ddt, dz, total(dBC), total(dA).t(), total(dvector), dstate if state is None else dstate.mT
 
 
 @gated_scan_backward.register_fake
@@ -467,7 +469,7 @@ def conv_silu_backward(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead
         x_row=x.stride(1), dy_row=dy.stride(1), E=width, WIDTH=taps,
         SEGMENTS=segments, STEPS=CONV_STEPS, BLOCK=CONV_BLOCK, num_warps=segments,
     )  # fmt: skip
-    return dx, dparameter.sum((0, 1))
+    return dx, total(dparameter.flatten(0, 1))
 
 
 @conv_silu_backward.register_fake

@@ -31,6 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qhyer.nn.total_triton import total as _total
+
 WARPS = 8 * 132  # of one backward launch: 8 on every multiprocessor of an H200, each leaving a row of partial sums
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -52,7 +54,7 @@ def _keep(seed, row, threshold, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # typ
 
 # A seed may be any element of a tensor of seeds: one kernel for all, however it is aligned.
 @triton.jit(do_not_specialize=["M", "threshold"], do_not_specialize_on_alignment=["seed_ptr"])
-def _forward_kernel(  # type: ignore[no-untyped-def]
+def _seam_forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, y_bias_ptr, y2_ptr, alpha_ptr, weight_ptr, bias_ptr, gate_weight_ptr, gate_bias_ptr, seed_ptr,
     x_out_ptr, h_ptr, alpha_out_ptr, stats_ptr,  # (M, D), (M, D), (M,), (2, M) of mean and 1 / deviation
     M, threshold, scale, eps,
@@ -97,7 +99,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "steps"], do_not_specialize_on_alignment=["seed_ptr"])
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def _seam_backward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, stats_ptr, y_ptr, y_bias_ptr, y2_ptr, alpha_ptr, weight_ptr, bias_ptr, gate_weight_ptr, alpha_out_ptr,
     seed_ptr, dx_out_ptr, dh_ptr, dalpha_out_ptr,  # x: as it left
     dx_ptr, dy_ptr, dy2_ptr, dalpha_ptr,
@@ -313,7 +315,7 @@ def seam_forward(
     alpha_out = x.new_empty(x.shape[:-1] if gate_weight is not None else 0, dtype=torch.float32)
     stats = x.new_empty(2, rows, dtype=torch.float32)
     tile = _tile(width, 32)
-    _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+    _seam_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
         x, x if y is None else y.contiguous(), x if y_bias is None else y_bias.contiguous(),
         x if y2 is None else y2.contiguous(), x if alpha is None else alpha.contiguous(),
         norm_weight, norm_bias, x if gate_weight is None else gate_weight.contiguous(),
@@ -359,7 +361,7 @@ def seam_backward(
     programs, steps = _share(triton.cdiv(rows, tile["ROWS"]), WARPS // tile["num_warps"])
     size = (2 + gate + biased) * width + 16 * gate
     partial = x.new_empty(programs, size, dtype=torch.float32)
-    _backward_kernel[(programs,)](
+    _seam_backward_kernel[(programs,)](
         x, stats, x if y is None else y.contiguous(), x if y_bias is None else y_bias.contiguous(),
         x if y2 is None else y2.contiguous(), x if alpha is None else alpha.contiguous(), norm_weight, norm_bias,
         x if gate_weight is None else gate_weight.contiguous(), alpha_out, x if seed is None else seed,
@@ -369,7 +371,7 @@ def seam_backward(
         ADD=y_dtype is not None, BIAS=biased, MIX=y2 is not None, GATE=gate, DROP=drop > 0.0,
         DX=dx_out is not None, DH=dh is not None,
     )  # fmt: skip
-    return dx, dy, dy2, dalpha, partial.sum(0)
+    return dx, dy, dy2, dalpha, _total(partial)
 
 
 @seam_backward.register_fake
@@ -470,7 +472,7 @@ def bias_gelu_backward(u: Tensor, bias: Tensor, dy: Tensor) -> tuple[Tensor, Ten
     programs, steps = _share(triton.cdiv(rows, tile["ROWS"]), WARPS // 2 // blocks)
     partial = u.new_empty(programs, width, dtype=torch.float32)
     _gelu_backward_kernel[(blocks, programs)](u, bias, dy, du, partial, rows, width, steps, **tile)
-    return du, partial.sum(0)
+    return du, _total(partial)
 
 
 @bias_gelu_backward.register_fake
@@ -504,7 +506,7 @@ def column_sum(u: Tensor) -> Tensor:
     programs, steps = _share(triton.cdiv(rows, tile["ROWS"]), WARPS // blocks)
     partial = u.new_empty(programs, width, dtype=torch.float32)
     _sum_kernel[(blocks, programs)](flat, partial, rows, width, flat.stride(0), steps, **tile)
-    return partial.sum(0)
+    return _total(partial)
 
 
 @column_sum.register_fake
