@@ -20,6 +20,11 @@ CONTEXT = 6
 SIZES = [(2, 1, 16, 1), (2, 33, 48, 3), (3, 7, 48, 2), (5, 33, 16, 3), (13, 7, 48, 2), (13, 33, 16, 1), (2, 7, 128, 2)]
 
 
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def with_kernels(monkeypatch):
     """with_kernels(True) or (False): what runs from here on."""

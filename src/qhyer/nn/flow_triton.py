@@ -13,7 +13,7 @@ Backward walks through the blocks in reverse: the gradient of `leave`, the produ
 and h, which the products wrote anyway, z' (z_1 is a part of it, so that z itself is not kept) and s; the first norm's
 input it computes again from the context. The whole flow is one operator, so that gradients of all blocks share their
 buffers: that of the contexts is written in place, that of every `second` is one batched product, and parameters' sums
-over rows leave each program as a row of partial sums, all of which torch adds at once in a fixed order: no atomics, so
+over rows leave each program as a row of partial sums, all of which are added at once in a fixed order: no atomics, so
 that the same inputs give the same bits. Without gradient nothing is kept, and all blocks use the same memory.
 
 `norm_silu` is what the encoder does between its products.
@@ -29,6 +29,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from qhyer.nn.total_triton import total as _total
 
 if TYPE_CHECKING:
     from qhyer.nn.flow import ConditionalRealNVP
@@ -85,7 +87,7 @@ def _enter(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["M", "block"])
-def _enter_kernel(  # type: ignore[no-untyped-def]
+def _flow_enter_kernel(  # type: ignore[no-untyped-def]
     z_ptr, ctx_ptr, first_ptr, scale_ptr, bias_ptr,  # (M, D), (M, BLOCKS, 2, C), parameters of all blocks
     h_ptr,  # (2, M, C)
     M, block,
@@ -124,7 +126,7 @@ def _leave(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["M", "block"])
-def _leave_kernel(  # type: ignore[no-untyped-def]
+def _flow_leave_kernel(  # type: ignore[no-untyped-def]
     u_ptr, second_bias_ptr, scale_ptr, bias_ptr, head_ptr, head_bias_ptr,  # (2, M, C), parameters; head (.., OUT, C)
     z_ptr, log_det_ptr, matrix_ptr,  # (M, D), (M,) or at first a number, (BLOCKS, D, D)
     after_ptr, s_ptr, z_next_ptr, log_det_next_ptr,  # z' (M, D), (M, OUT), z' W (M, D), (M,)
@@ -182,7 +184,7 @@ def _leave_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["M", "block", "steps"])
-def _leave_backward_kernel(  # type: ignore[no-untyped-def]
+def _flow_leave_backward_kernel(  # type: ignore[no-untyped-def]
     u_ptr, second_bias_ptr, scale_ptr, bias_ptr, head_ptr, after_ptr, s_ptr,  # as in forward
     dafter_ptr, dlog_det_ptr,  # of z' (M, D), of log|det| (M,)
     du_ptr,  # (2, M, C)
@@ -247,7 +249,7 @@ def _leave_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["M", "block", "steps"])
-def _enter_backward_kernel(  # type: ignore[no-untyped-def]
+def _flow_enter_backward_kernel(  # type: ignore[no-untyped-def]
     ctx_ptr, first_ptr, scale_ptr, matrix_ptr, after_ptr, s_ptr,  # z' (M, D), whose first part is z_1; as in forward
     dafter_ptr, dh_ptr,  # of z' (M, D), of h (2, M, C)
     dctx_ptr, dz_ptr, dbefore_ptr,  # (M, BLOCKS, 2, C), of z (M, D), of what W made z of (M, D)
@@ -316,7 +318,7 @@ def _enter_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["M", "steps"])
-def _matrix_kernel(  # type: ignore[no-untyped-def]
+def _flow_matrix_kernel(  # type: ignore[no-untyped-def]
     x_ptr, between_ptr, dz_ptr,  # (M, D), (BLOCKS - 1, M, D), (BLOCKS, M, D)
     partial_ptr,  # (programs, BLOCKS, D, D)
     M, steps,
@@ -416,11 +418,11 @@ def flow_blocks(
     for block in range(blocks):
         last = block == blocks - 1
         u_, h_ = (u[block], h[block]) if store else (u[0], h[0])
-        _enter_kernel[(triton.cdiv(rows, enter["ROWS"]), 2)](
+        _flow_enter_kernel[(triton.cdiv(rows, enter["ROWS"]), 2)](
             z, ctx, first, scale, bias, h_, rows, block, **sizes, **enter
         )
         torch.bmm(h_, second[block], out=u_)
-        _leave_kernel[(triton.cdiv(rows, leave["ROWS"]),)](
+        _flow_leave_kernel[(triton.cdiv(rows, leave["ROWS"]),)](
             u_, second_bias, scale, bias, head, head_bias, z, log_det, matrices,
             between[block] if store and not last else result, s[block] if store else s, z_next, log_det_next,
             rows, block, **sizes, **leave, PAD=triton.next_power_of_2(dim), FIRST=block == 0, LAST=last, STORE=store,
@@ -466,13 +468,13 @@ def flow_blocks_backward(
     sizes = dict(D=dim, KEPT=kept, C=channels, BLOCKS=blocks, TOTAL=stride)
     for block in reversed(range(blocks)):
         after = z if block == blocks - 1 else between[block]
-        _leave_backward_kernel[(programs, 2)](
+        _flow_leave_backward_kernel[(programs, 2)](
             u[block], second_bias, scale, bias, head, after, s[block], dz, dlog_det, du[block], partial,
             rows, block, steps, **sizes, **leave,
         )  # fmt: skip
         torch.bmm(du[block], second[block].mT, out=dh)
         dbefore = empty(rows, dim)
-        _enter_backward_kernel[(programs,)](
+        _flow_enter_backward_kernel[(programs,)](
             ctx, first, scale, matrices, after, s[block], dz, dh, dctx, dentry[block], dbefore, partial,
             rows, block, steps, **sizes, **enter, PAD=triton.next_power_of_2(dim),
         )  # fmt: skip
@@ -480,10 +482,10 @@ def flow_blocks_backward(
     dsecond = torch.bmm(h.flatten(0, 1).mT, du.flatten(0, 1), out=empty(blocks * 2, channels, channels))
     programs, steps = _share(triton.cdiv(rows, 64), 2 * PROGRAMS // blocks)
     dmatrices = empty(programs, blocks, dim, dim)
-    _matrix_kernel[(blocks, programs)](
+    _flow_matrix_kernel[(blocks, programs)](
         x, between, dentry, dmatrices, rows, steps, D=dim, ROWS=64, PAD=max(16, triton.next_power_of_2(dim))
     )
-    return dz, dctx, dmatrices.sum(0), dsecond.view_as(second), partial[:, :total].sum(0)
+    return dz, dctx, _total(dmatrices), dsecond.view_as(second), _total(partial)[:total]
 
 
 @flow_blocks_backward.register_fake
@@ -618,7 +620,7 @@ def norm_silu_backward(
     programs, steps = _share(triton.cdiv(rows, tile["ROWS"]), max(2, 8 // tile["num_warps"]) * PROGRAMS)
     partial = u.new_empty(programs, 3, width, dtype=torch.float32)
     _silu_backward_kernel[(programs,)](u, bias, weight, norm_bias, dy, du, partial, rows, eps, steps, C=width, **tile)
-    return du, partial.sum(0)
+    return du, _total(partial)
 
 
 @norm_silu_backward.register_fake
