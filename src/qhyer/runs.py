@@ -85,7 +85,7 @@ def read(run: Path) -> dict[str, Any]:
 def build_agent(name: str, config: Any, spec: DataSpec, seed: int) -> Agent:
     """A fresh agent; its initial weights depend on the seed alone."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream_seed(seed, "init"))
+        torch.default_generator.manual_seed(stream_seed(seed, "init"))  # torch.manual_seed would seed every GPU, too
         return agents.load(name)(config, spec)
 
 

@@ -173,6 +173,7 @@ class SAEncoder(nn.Module):
 
         *layers, last = self.net
         for dense, norm in zip(layers[::3], layers[1::3]):
+            assert isinstance(dense, nn.Linear) and isinstance(norm, nn.LayerNorm)
             u = F.linear(x, dense.weight)
             x = norm_silu(u, dense.bias, norm.weight, norm.bias, norm.eps, u.dtype)
         return last(x)
