@@ -17,7 +17,7 @@ PROGRAMS = 128  # wanted, about one a multiprocessor: narrow buffers are cut int
 
 
 @triton.jit
-def _kernel(x_ptr, total_ptr, R, K, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _total_kernel(x_ptr, total_ptr, R, K, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     r = tl.arange(0, ROWS)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -32,5 +32,5 @@ def total(x: Tensor) -> Tensor:
     columns = math.prod(x.shape[1:])
     out = torch.empty(x.shape[1:], device=x.device, dtype=torch.float32)
     block = min(128, max(16, triton.next_power_of_2(columns) // PROGRAMS))
-    _kernel[(triton.cdiv(columns, block),)](x, out, x.shape[0], columns, ROWS=ROWS, BLOCK=block, num_warps=4)
+    _total_kernel[(triton.cdiv(columns, block),)](x, out, x.shape[0], columns, ROWS=ROWS, BLOCK=block, num_warps=4)
     return out
