@@ -69,13 +69,13 @@ def test_gaussian_nll(std):
 def test_masked_mean():
     x = torch.tensor([[1.0, 2.0, 100.0], [3.0, -50.0, 7.0]])
     valid = torch.tensor([[True, True, False], [True, False, False]])
-    assert float(losses.masked_mean(x, valid)) == 2.0  # (1 + 2 + 3) / 3: over entries, not over rows
-    assert float(losses.masked_mean(x, valid.float())) == 2.0
-    assert float(losses.masked_mean(x, torch.ones_like(valid))) == pytest.approx(float(x.mean()))
-    assert float(losses.masked_mean(x, torch.zeros_like(valid))) == 0.0
+    assert float(losses.masked_mean(x, losses.shares(valid))) == 2.0  # (1 + 2 + 3) / 3: over entries, not over rows
+    assert float(losses.masked_mean(x, losses.shares(valid.float()))) == 2.0
+    assert float(losses.masked_mean(x, losses.shares(torch.ones_like(valid)))) == pytest.approx(float(x.mean()))
+    assert float(losses.masked_mean(x, losses.shares(torch.zeros_like(valid)))) == 0.0
 
 
 def test_masked_entries_get_no_gradient():
     x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    losses.masked_mean(x.square(), torch.tensor([1, 0, 1])).backward()
+    losses.masked_mean(x.square(), losses.shares(torch.tensor([1, 0, 1]))).backward()
     assert x.grad.tolist() == [1.0, 0.0, 3.0]

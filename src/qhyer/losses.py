@@ -11,13 +11,19 @@ from torch.nn import functional as F
 from qhyer import distributed
 
 
-def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the entries where `valid` is one (same shape), zero if there is none.
+def shares(valid: Tensor) -> Tensor:
+    """What each entry counts in the mean over the entries where `valid` is one: nothing where it is not, and nothing
+    anywhere if there is none.
 
-    Where processes share a batch, their counts differ: divided by the mean count, the results average to the mean.
+    Where processes share a batch, their counts differ: divided by the mean count, their results average to the mean.
     """
-    valid = valid.to(x.dtype)
-    return (x * valid).sum() / distributed.mean(valid.sum()).clamp(min=1.0 / distributed.world())
+    valid = valid.float()
+    return valid / distributed.mean(valid.sum()).clamp(min=1.0 / distributed.world())
+
+
+def masked_mean(x: Tensor, share: Tensor) -> Tensor:
+    """Mean of x, each entry counting for its share (same shape)."""
+    return (x * share).sum()
 
 
 def expectile(u: Tensor, tau: float) -> Tensor:

@@ -68,7 +68,7 @@ class Update:
             self.healthy = torch.ones((), dtype=torch.bool, device=self.device)
             self.rows = {name: value.clone() for name, value in rows.items()}
         for name, value in rows.items():
-            self.rows[name].copy_(torch.where(self.healthy, value, self.rows[name]))
+            torch.where(self.healthy, value, self.rows[name], out=self.rows[name])
         self.healthy.logical_and_(finite)
 
     def check(self) -> None:
@@ -93,7 +93,7 @@ class Update:
         clip = math.inf if self.stage.grad_clip is None else self.stage.grad_clip
         norms = [torch.nn.utils.clip_grad_norm_(parameters, clip) for parameters in self.parameters]
         metrics = {"loss": loss, **metrics}
-        means = distributed.mean(torch.stack([value.detach().double() for value in metrics.values()]))
+        means = distributed.mean(torch.stack([value.detach() for value in metrics.values()]).double())
         values = torch.cat([means, torch.stack(norms).norm().double()[None]])
         self._watch(drawn, torch.isfinite(values[0]) & torch.isfinite(values[-1]))
         for optimizer in self.stage.optimizers:

@@ -210,10 +210,11 @@ class QHyer(Agent):
         goals = self.goal_coordinates(batch["goals"])[:, None].expand(-1, observations.shape[1], -1)
         q = self.log_density(observations, actions, goals)  # (B, K)
         if self.training:
+            share = losses.shares(batch["valid"])
             rate = torch.where(self.q_seen > 0, Q_SCALE_RATE, 1.0)  # the first batch sets the scale, later ones move it
             if self.config.q_normalization == "standardize":
-                self.q_shift.lerp_(distributed.mean(losses.masked_mean(q, batch["valid"])), rate)
-            spread = losses.masked_mean((q - self.q_shift).abs(), batch["valid"])
+                self.q_shift.lerp_(distributed.mean(losses.masked_mean(q, share)), rate)
+            spread = losses.masked_mean((q - self.q_shift).abs(), share)
             self.q_scale.lerp_(distributed.mean(spread), rate)
             self.q_seen.fill_(1.0)
         return (q - self.q_shift) / (self.q_scale + Q_SCALE_FLOOR)
@@ -230,9 +231,10 @@ class QHyer(Agent):
         h, _ = self.decoder(x[:, :-1])  # the last action token is the past of nothing
         at_state, at_action = (h[:, i :: self.tokens.per_step] for i in (self.tokens.state_at, self.tokens.action_from))
         mean = self.action_head(at_action).float()  # (B, K, d_a)
+        share = losses.shares(batch["valid"])
         # Unspecified in the paper: the action is Gaussian with a fixed unit variance, OGBench's convention.
-        bc = losses.masked_mean(losses.gaussian_nll(mean, batch["actions"]), batch["valid"])  # Eq. (15)
-        error = losses.masked_mean((mean - batch["actions"]).square().mean(-1), batch["valid"])
+        bc = losses.masked_mean(losses.gaussian_nll(mean, batch["actions"]), share)  # Eq. (15)
+        error = losses.masked_mean((mean - batch["actions"]).square().mean(-1), share)
         metrics: Metrics = {"actor/bc": bc.detach(), "actor/mse": error.detach()}
         if self.q_head is None or q is None:
             return bc, bc.new_zeros(()), metrics
@@ -245,11 +247,11 @@ class QHyer(Agent):
             per_token = losses.quantile(u, config.expectile)
         else:
             per_token = losses.mse(u)
-        regression = losses.masked_mean(per_token, batch["valid"])
+        regression = losses.masked_mean(per_token, share)
         metrics |= {
             "actor/q_loss": regression.detach(),
-            "q/mean": losses.masked_mean(q, batch["valid"]),
-            "q/hat_minus_q": losses.masked_mean(-u.detach(), batch["valid"]),
+            "q/mean": losses.masked_mean(q, share),
+            "q/hat_minus_q": losses.masked_mean(-u.detach(), share),
             "q/scale": self.q_scale.clone(),
         }
         return bc, regression, metrics

@@ -71,7 +71,8 @@ class _Weights:
 
     def of(self, layer: nn.Linear, parts: int = 1) -> list[tuple[Tensor, Tensor]]:
         """A layer's matrix in both dtypes, cut into parts of its outputs."""
-        return list(zip(layer.weight.chunk(parts), self.low[id(layer.weight)].chunk(parts)))
+        full, low = layer.weight, self.low[id(layer.weight)]
+        return [(full, low)] if parts == 1 else list(zip(full.chunk(parts), low.chunk(parts)))
 
     def products(self, x: Tensor, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         full, low = zip(*pairs)
