@@ -197,7 +197,7 @@ CATEGORIES = {
     "matrix products": r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|splitK|^aten::((add|b|baddb)?mm|matmul|linear)$",
     "norm/elementwise": r"layer_?norm|GammaBeta|group_norm|^\w*(seam|gelu)\w*$",
     "copies/casts": r"memcpy|memset|copy|CatArray|index|gather|scatter|Fill|^aten::(cat|clone|to|zero_|empty)",
-    "reductions": r"reduce|reduction|^_(sum|total)_kernel|^aten::(sum|mean|norm|linalg_vector_norm|std|amax|max|all|any)$",
+    "reductions": r"reduce|reduction|^_(sum|total)_k|^aten::(sum|mean|norm|linalg_vector_norm|std|amax|max|all|any)$",
     "elementwise": r"elementwise|softmax|dropout|distribution|tril|triu|^aten::|Backward",
 }  # fmt: skip
 _NO_KERNEL = re.compile(r"(Context|Stream|Event) (Sync|Wait)|ProfilerStep|Optimizer\.")

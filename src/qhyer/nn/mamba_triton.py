@@ -39,7 +39,10 @@ from torch import Tensor
 
 from qhyer.nn.total_triton import total
 
-BLOCK = 64  # channels of a program
+# Channels of a program, and steps whose instructions the compiler may interleave: few warps fit beside each other, so
+# that most of what hides one instruction's latency has to come from the same warp.
+FORWARD = {"BLOCK": 64, "UNROLL": 2}
+BACKWARD = {"BLOCK": 64, "UNROLL": 2}
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -82,7 +85,7 @@ def _scan_forward_kernel(  # type: ignore[no-untyped-def]
     y_ptr, last_ptr,  # (B, L, E), (B, N, E)
     L, E,
     x_batch, x_row, dt_batch, dt_row, B_batch, B_row, C_batch, C_row, z_batch, z_row,
-    N: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     SOFTPLUS: tl.constexpr, GATE: tl.constexpr, STATE: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1).to(tl.int64)
@@ -108,7 +111,7 @@ def _scan_forward_kernel(  # type: ignore[no-untyped-def]
     y_ptr += b * L * E
     x_, dt_, B_, C_, z_, _ = _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, x_ptr, 0, L, E, x_row, dt_row, B_row, C_row,
                                    z_row, 0, e, n, N, GATE, False)  # fmt: skip
-    for t in range(L):
+    for t in tl.range(0, L, loop_unroll_factor=UNROLL):
         x, delta, B, C = x_.to(tl.float32), dt_.to(tl.float32), B_.to(tl.float32), C_.to(tl.float32)
         z = z_.to(tl.float32)
         x_, dt_, B_, C_, z_, _ = _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, x_ptr, t + 1, L, E, x_row, dt_row, B_row,
@@ -132,7 +135,7 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
     between_ptr,  # (B, L, E): what the first pass tells the second
     L, E, batch,
     x_batch, x_row, dt_batch, dt_row, B_batch, B_row, C_batch, C_row, z_batch, z_row, dy_batch, dy_row,
-    N: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     SOFTPLUS: tl.constexpr, GATE: tl.constexpr, STATE: tl.constexpr, DLAST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1).to(tl.int64)
@@ -165,7 +168,7 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
     elapsed = tl.zeros([BLOCK], tl.float32)  # sum of Delta up to here
     x_, dt_, B_, C_, z_, dy_ = _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, dy_ptr, 0, L, E, x_row, dt_row, B_row, C_row,
                                      z_row, dy_row, e, n, N, GATE, True)  # fmt: skip
-    for t in range(L):  # forward in time, with h
+    for t in tl.range(0, L, loop_unroll_factor=UNROLL):  # forward in time, with h
         x, delta, dy = x_.to(tl.float32), dt_.to(tl.float32), dy_.to(tl.float32)
         B, C, z = B_.to(tl.float32), C_.to(tl.float32), z_.to(tl.float32)
         x_, dt_, B_, C_, z_, dy_ = _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, dy_ptr, t + 1, L, E, x_row, dt_row, B_row,
@@ -195,7 +198,7 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
     x_, dt_, B_, C_, z_, dy_ = _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, dy_ptr, L - 1, L, E, x_row, dt_row, B_row,
                                      C_row, z_row, dy_row, e, n, N, GATE, True)  # fmt: skip
     between = tl.load(between_ptr + (L - 1) * E + e, mask=channel, other=0.0)
-    for t in range(L - 1, -1, -1):  # backward in time, with g
+    for t in tl.range(L - 1, -1, -1, loop_unroll_factor=UNROLL):  # backward in time, with g
         x, delta, dy = x_.to(tl.float32), dt_.to(tl.float32), dy_.to(tl.float32)
         B, C, z = B_.to(tl.float32), C_.to(tl.float32), z_.to(tl.float32)
         x_, dt_, B_, C_, z_, dy_ = _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, dy_ptr, t - 1, L, E, x_row, dt_row, B_row,
@@ -342,10 +345,10 @@ def gated_scan(
     y = torch.empty(batch, length, width, device=x.device, dtype=x.dtype)
     last = torch.empty(batch, size, width, device=x.device, dtype=torch.float32)
     gate = x if z is None else _contiguous(z)[0]
-    _scan_forward_kernel[(triton.cdiv(width, BLOCK), batch)](
+    _scan_forward_kernel[(triton.cdiv(width, FORWARD["BLOCK"]), batch)](
         x, dt, D if bias is None else bias, A.t().contiguous(), B, C, D, gate,
         D if state is None else state.mT.contiguous(), y, last, length, width, *_rows(x, dt, B, C, gate),
-        N=size, P=triton.next_power_of_2(size), BLOCK=BLOCK, SOFTPLUS=bias is not None, GATE=z is not None,
+        N=size, P=triton.next_power_of_2(size), **FORWARD, SOFTPLUS=bias is not None, GATE=z is not None,
         STATE=state is not None, num_warps=1,
     )  # fmt: skip
     return y, last.mT
@@ -367,7 +370,7 @@ def gated_scan_backward(
     batch, length, width = x.shape
     size = A.shape[1]
     x, dt, B, C, dy = _contiguous(x, dt, B, C, dy)
-    blocks = triton.cdiv(width, BLOCK)
+    blocks = triton.cdiv(width, BACKWARD["BLOCK"])
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, device=x.device, dtype=dtype)
@@ -382,7 +385,7 @@ def gated_scan_backward(
         D if state is None else state.mT.contiguous(), dy, D if dlast is None else dlast.mT.contiguous(),
         dx, ddt, dz, dBC, dA, dvector, dstate, empty(batch, length, width), length, width, batch,
         *_rows(x, dt, B, C, gate, dy),
-        N=size, P=triton.next_power_of_2(size), BLOCK=BLOCK, SOFTPLUS=bias is not None, GATE=z is not None,
+        N=size, P=triton.next_power_of_2(size), **BACKWARD, SOFTPLUS=bias is not None, GATE=z is not None,
         STATE=state is not None, DLAST=dlast is not None, num_warps=1,
     )  # fmt: skip
     return dx, ddt, dz, total(dBC), total(dA).t(), total(dvector), dstate if state is None else dstate.mT

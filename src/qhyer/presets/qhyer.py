@@ -130,7 +130,7 @@ FAST = [
     Rule(
         "*",
         "measured on cube-single-play, and nowhere else: docs/speed.md",
-        dict(steps=18_000, batch_size=256, learning_rate=1e-3, warmup=300, cosine=True),
+        dict(steps=16_000, batch_size=256, learning_rate=1e-3, warmup=300, cosine=True),
     ),
 ]
 
