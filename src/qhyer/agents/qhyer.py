@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qhyer import distributed, losses
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
@@ -221,6 +222,20 @@ class QHyer(Agent):
 
     # --------------------------------------------------------------------------------------------- the actor
 
+    def _read(self, h: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Q-hat at the state tokens (B, K) and the mean action where it is read (B, K, d_a), from outputs (B, L, d).
+
+        Both heads at all tokens are one product; each alone, at its third of them, would be two and four copies.
+        """
+        heads = [head for head in (self.action_head, self.q_head) if head is not None]
+        weight = torch.cat([head.weight for head in heads])
+        bias = torch.cat([head.bias for head in heads])
+        spare = -len(weight) % 8  # matrix units like multiples of eight
+        out = F.linear(h, F.pad(weight, (0, 0, 0, spare)), F.pad(bias, (0, spare))).float()
+        step, actions = self.tokens.per_step, self.spec.action_dim
+        q_hat = None if self.q_head is None else out[:, self.tokens.state_at :: step, actions]
+        return q_hat, out[:, self.tokens.action_from :: step, :actions]
+
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
         """Eqs. (15) and (10): imitate the action given Q, and regress the best Q. Returns L_BC, L_Q, metrics."""
         config = self.config
@@ -229,16 +244,14 @@ class QHyer(Agent):
         q = self.q_values(batch) if self.q_head is not None else None  # (B, K)
         x = self.tokens(observations, goals, q, batch["actions"])
         h, _ = self.decoder(x[:, :-1])  # the last action token is the past of nothing
-        at_state, at_action = (h[:, i :: self.tokens.per_step] for i in (self.tokens.state_at, self.tokens.action_from))
-        mean = self.action_head(at_action).float()  # (B, K, d_a)
+        q_hat, mean = self._read(h)  # (B, K), (B, K, d_a)
         share = losses.shares(batch["valid"])
         # Unspecified in the paper: the action is Gaussian with a fixed unit variance, OGBench's convention.
         bc = losses.masked_mean(losses.gaussian_nll(mean, batch["actions"]), share)  # Eq. (15)
         error = losses.masked_mean((mean - batch["actions"]).square().mean(-1), share)
         metrics: Metrics = {"actor/bc": bc.detach(), "actor/mse": error.detach()}
-        if self.q_head is None or q is None:
+        if q_hat is None or q is None:
             return bc, bc.new_zeros(()), metrics
-        q_hat = self.q_head(at_state).squeeze(-1).float()  # (B, K)
         # u = Q - Q-hat as in Eq. (10); Algorithm 1 prints the arguments swapped, which would fit the lower tail.
         u = q - q_hat
         if config.regression == "expectile":

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 Tokenization = Literal["concat", "separate", "no_goal"]
 
@@ -77,10 +78,17 @@ class Tokens(nn.Module):
         return self.action(actions) + self.position[first : first + actions.shape[1]] + self.kind[-1]
 
     def forward(self, observations: Tensor, goals: Tensor, q: Tensor | None, actions: Tensor) -> Tensor:
-        """A whole window, T steps -> (B, T * per_step, d)."""
-        parts = [self.state_tokens(observations, goals)]
-        if self.with_q:
+        """A whole window, T steps -> (B, T * per_step, d). What is added to a token does not depend on its input, so
+        it is added once, to all of them."""
+        embedded: list[tuple[nn.Linear, Tensor]] = [(self.state, observations)]
+        if self.tokenization == "concat":
+            embedded = [(self.state, torch.cat([observations, goals], dim=-1))]
+        elif self.goal is not None:
+            embedded = [(self.goal, goals), (self.state, observations)]
+        if self.q is not None:
             assert q is not None
-            parts.append(self.q_token(q)[:, :, None])
-        parts.append(self.action_token(actions)[:, :, None])
-        return torch.cat(parts, dim=2).flatten(1, 2)
+            embedded.append((self.q, q[..., None]))
+        embedded.append((self.action, actions))
+        tokens = torch.stack([F.linear(inputs, layer.weight) for layer, inputs in embedded], dim=2)  # (B, T, P, d)
+        kinds = self.kind + torch.stack([layer.bias for layer, _ in embedded])  # (P, d)
+        return (tokens + (self.position[: observations.shape[1], None] + kinds)).flatten(1, 2)
