@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 32  # read at a time
 PROGRAMS = 128  # wanted, about one a multiprocessor: narrow buffers are cut into narrow strips
+TILE = 8192  # numbers read at a time: enough on the way from memory to keep it busy
 
 
 @triton.jit
@@ -31,6 +31,7 @@ def total(x: Tensor) -> Tensor:
     """(R, ...) float32, contiguous -> (...)."""
     columns = math.prod(x.shape[1:])
     out = torch.empty(x.shape[1:], device=x.device, dtype=torch.float32)
-    block = min(128, max(16, triton.next_power_of_2(columns) // PROGRAMS))
-    _total_kernel[(triton.cdiv(columns, block),)](x, out, x.shape[0], columns, ROWS=ROWS, BLOCK=block, num_warps=4)
+    rows = min(128, triton.next_power_of_2(x.shape[0]))
+    block = min(TILE // rows, 512, max(16, triton.next_power_of_2(columns) // PROGRAMS))
+    _total_kernel[(triton.cdiv(columns, block),)](x, out, x.shape[0], columns, ROWS=rows, BLOCK=block, num_warps=4)
     return out
