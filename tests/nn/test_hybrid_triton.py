@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from qhyer.nn import hybrid_triton
 from qhyer.nn.hybrid import HybridDecoder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,6 +43,18 @@ def test_fused_pass_is_the_plain_one(backbone, length, monkeypatch):
     assert grads.keys() == grads_ref.keys()
     for name, grad in grads.items():
         torch.testing.assert_close(grad, grads_ref[name], rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_windows_that_do_not_fit_take_the_plain_way(monkeypatch):
+    monkeypatch.setenv("QHYER_TRITON", "interpret")
+    decoder = make("attention")
+    assert hybrid_triton.fits(decoder, 128, torch.float32) and not hybrid_triton.fits(decoder, 129, torch.float32)
+    assert hybrid_triton.fits(make("mamba"), 1000, torch.float32)
+    wide = HybridDecoder(160, 1, 2)  # heads of 80
+    assert hybrid_triton.fits(wide, 120, torch.bfloat16) and not hybrid_triton.fits(wide, 120, torch.float32)
+    x = torch.randn(1, 130, 32, device=DEVICE)
+    _, cache = decoder(x)
+    assert cache  # only the plain way makes one
 
 
 def test_half_precision_products_stay_close(monkeypatch):

@@ -96,9 +96,9 @@ class HybridDecoder(nn.Module):
         if cache is None and torch.is_grad_enabled() and kernels(x) is not None:
             from qhyer.nn import hybrid_triton
 
-            if x.shape[1] <= hybrid_triton.LONGEST:
-                on = torch.is_autocast_enabled(x.device.type)
-                dtype = torch.get_autocast_dtype(x.device.type) if on else x.dtype
+            on = torch.is_autocast_enabled(x.device.type)
+            dtype = torch.get_autocast_dtype(x.device.type) if on else x.dtype
+            if hybrid_triton.fits(self, x.shape[1], dtype):
                 return hybrid_triton.decode(self, x, dtype), []
         after: Cache = []
         for i, block in enumerate(self.blocks):

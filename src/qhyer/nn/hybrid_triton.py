@@ -14,17 +14,26 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from qhyer.nn.attention_triton import short_attention
+from qhyer.nn.attention_triton import MAX_LENGTH, short_attention
 from qhyer.nn.mamba_triton import conv_silu, gated_scan
 from qhyer.nn.seam_triton import bias_gelu, seam
 from qhyer.nn.streams import concurrently
 
 if TYPE_CHECKING:
+    from qhyer.nn.attention import CausalAttention
     from qhyer.nn.hybrid import HybridBlock, HybridDecoder
     from qhyer.nn.mamba import Mamba
 
-LONGEST = 128
-"""tokens that `short_attention` holds at once"""
+
+def fits(decoder: HybridDecoder, length: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels can hold such windows: attention keeps a window's queries, keys, values and scores on the
+    chip at once."""
+    attention = decoder.blocks[0].attention
+    if attention is None:
+        return True
+    head = cast("CausalAttention", attention).out.in_features // cast("CausalAttention", attention).heads
+    widest = 64 if dtype == torch.float32 and length > 64 else 128
+    return length <= MAX_LENGTH and head <= widest
 
 
 class _Products(torch.autograd.Function):

@@ -37,8 +37,8 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 def concurrently(
     first: Callable[[], First], second: Callable[[], Second], inputs: Iterable[Tensor]
 ) -> tuple[First, Second]:
-    """Both results. `inputs`: all that `first` reads, now or in its backward, and that was made for this pass outside of
-    it; parameters stay where they are. One that is forgotten may be overwritten while it is still read.
+    """Both results. `inputs`: all that `first` reads, now or in its backward, and that was made for this pass outside
+    of it; parameters stay where they are. One that is forgotten may be overwritten while it is still read.
     """
     inputs = list(inputs)
     if not inputs or not inputs[0].is_cuda:
