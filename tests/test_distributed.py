@@ -144,6 +144,28 @@ def test_a_batch_that_cannot_be_shared(short):
     assert ended.returncode != 0 and "cannot be shared evenly by 2 processes" in " ".join(ended.stderr.split())
 
 
+def test_processes_that_see_different_files_are_told(short):
+    """A run that only the first can see would be continued by one and begun anew by the other."""
+    (short / "elsewhere").mkdir()
+    (short / "apart.py").write_text(APART)
+    call([sys.executable, *command("gcbc", "run", "--steps", 4, batch_size=8)], short)
+    arrays = dict(np.load(short / "short.npz"))
+    for scale, expected in ((1.0, "see different checkpoints in run"), (0.5, "read different data")):
+        np.savez(short / "elsewhere" / "short.npz", **{**arrays, "actions": scale * arrays["actions"]})
+        arguments = torchrun("apart.py", *command("gcbc", "run", "--steps", 4, "--resume", batch_size=8)[2:])
+        ended = subprocess.run(arguments, cwd=short, capture_output=True, text=True, timeout=240)
+        assert ended.returncode != 0 and expected in " ".join(ended.stderr.split()), ended.stderr
+
+
+APART = """
+import os
+from qhyer import cli
+if os.environ["RANK"] == "1":
+    os.chdir("elsewhere")
+cli.main()
+"""
+
+
 def test_a_loss_that_is_not_finite_stops_all(short):
     """One process's rows are poisoned; all stop before a weight is touched, and the whole batch is saved."""
     (short / "poison.py").write_text(POISON)
@@ -190,14 +212,14 @@ def test_one_process_is_the_identity():
     assert distributed.mean(x) is x and (distributed.rank(), distributed.world()) == (0, 1)
     batch = {"rows": x}
     assert distributed.share(batch) is batch and distributed.is_main() and not distributed.active()
-    assert distributed.any_process(True) and not distributed.any_process(False)
+    assert distributed.any_process(True) and not distributed.any_process(False) and distributed.alike("anything")
 
 
 def test_shares(second_of_two):
     batch = {"windows": torch.arange(8).view(4, 2), "flow": torch.arange(6)}
     mine = distributed.share(batch)
     assert mine["windows"].tolist() == [[4, 5], [6, 7]] and mine["flow"].tolist() == [3, 4, 5]
-    with pytest.raises(UserError, match="5 rows of flow cannot be shared evenly by 2 processes"):
+    with pytest.raises(UserError, match="5 rows of 'flow' cannot be shared evenly by 2 processes"):
         distributed.share({"flow": torch.arange(5)})
 
 

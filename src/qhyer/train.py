@@ -243,7 +243,10 @@ def _train(
         if not _is_done(run, info, config, resume, quiet):
             loops.append(_Loop(run, agent, episodes, train_config, torch.device(device), environment, on_step))
             infos.append(info)
-    distributed.wait_for_all()  # no process writes before all have looked
+    if not distributed.alike(episodes.fingerprint):
+        raise UserError(f"the processes have read different data as {episodes.name}: give all of them the same file")
+    if not distributed.alike(str([checkpoint.steps(run / "checkpoints")[-1:] for run in paths])):  # none writes before
+        raise UserError(f"the processes see different checkpoints in {paths[0]}: it must lie where all of them see it")
     if loops:
         for loop, info in zip(loops, infos):
             if distributed.is_main() and not loop.has_begun():
