@@ -193,11 +193,14 @@ def _evaluation_mode(agent: Agent) -> Iterator[torch.device]:
     One thread: batches are small, and threads that wait for each other beside busy workers cost more than they do.
     """
     training, threads, numpy_state = agent.training, torch.get_num_threads(), np.random.get_state()
+    device = next(agent.parameters()).device
     agent.eval()
     torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            yield next(agent.parameters()).device
+        # The device is the current one: Triton launches nowhere else.
+        current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with current, torch.random.fork_rng(devices=[]), torch.no_grad():
+            yield device
     finally:
         agent.train(training)
         torch.set_num_threads(threads)

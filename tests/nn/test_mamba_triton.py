@@ -134,3 +134,21 @@ def test_plain_scan_uses_the_kernels_where_they_run(monkeypatch):
     assert scan.kernels(values["x"].double()) is None  # float64 stays with the plain code
     for ours, theirs in zip(scan.selective_scan(*arguments), plain):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_that_cannot_run_are_done_without_and_said(monkeypatch, caplog):
+    """No C compiler, an old GPU: found when the first is launched."""
+
+    def broken(x):
+        raise RuntimeError("Failed to find C compiler.\nSecond line")
+
+    monkeypatch.setenv("QHYER_TRITON", "interpret")
+    monkeypatch.setattr(mamba_triton, "total", broken)
+    scan._load_kernels.cache_clear()
+    try:
+        assert scan.kernels(torch.ones(1, device=DEVICE)) is None
+        assert scan.kernels(torch.ones(1, device=DEVICE)) is None
+    finally:
+        scan._load_kernels.cache_clear()
+    (record,) = caplog.records  # once
+    assert record.getMessage().endswith("plain PyTorch in their place: RuntimeError: Failed to find C compiler.")

@@ -18,6 +18,7 @@ Importing qhyer does not import this.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -127,6 +128,22 @@ def _attention_backward_kernel(  # type: ignore[no-untyped-def]
 def _launch(length: int, width: int) -> dict[str, Any]:
     P, D = max(16, triton.next_power_of_2(length)), max(16, triton.next_power_of_2(width))
     return dict(WIDTH=width, P=P, D=D, num_warps=8 if max(P, D) > 64 else 4)
+
+
+def shared_bytes(length: int, width: int, dtype: torch.dtype) -> int:
+    """Shared memory that backward asks for at most. As compiled for Hopper, where it asks for more than elsewhere."""
+    tile = _launch(length, width)
+    P, D, size = tile["P"], tile["D"], dtype.itemsize
+    return 2 * P * (P + D) * size + (0 if size == 4 else 3 * P * D)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """What a program on this GPU may have of it; Hopper's where there is no GPU."""
+    if device.type != "cuda":
+        return 227 * 1024
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
 def _packed(x: Tensor) -> Tensor:

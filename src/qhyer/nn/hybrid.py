@@ -8,6 +8,8 @@ Both branches see the full normalised input. `backbone` selects one branch alone
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Literal, NamedTuple
 
 import torch
@@ -71,6 +73,15 @@ class HybridBlock(nn.Module):
         return x + self.mlp(x), BlockCache(keys, state)
 
 
+@functools.cache
+def _say_unfused(length: int, dtype: torch.dtype) -> None:
+    logging.getLogger(__name__).warning(
+        "windows of %d tokens in %s do not fit into the fused pass with these heads: trained without it, slower",
+        length,
+        str(dtype).removeprefix("torch."),
+    )
+
+
 class HybridDecoder(nn.Module):
     """A stack of blocks and a final norm. Causal: output i depends on tokens up to i only."""
 
@@ -100,6 +111,7 @@ class HybridDecoder(nn.Module):
             dtype = torch.get_autocast_dtype(x.device.type) if on else x.dtype
             if hybrid_triton.fits(self, x.shape[1], dtype):
                 return hybrid_triton.decode(self, x, dtype), []
+            _say_unfused(x.shape[1], dtype)
         after: Cache = []
         for i, block in enumerate(self.blocks):
             x, block_cache = block(x, cache[i] if cache is not None else None)

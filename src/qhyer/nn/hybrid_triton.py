@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from qhyer.nn.attention_triton import MAX_LENGTH, short_attention
+from qhyer.nn.attention_triton import MAX_LENGTH, shared_bytes, shared_memory, short_attention
 from qhyer.nn.mamba_triton import conv_silu, gated_scan
 from qhyer.nn.seam_triton import bias_gelu, seam
 from qhyer.nn.streams import concurrently
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 def fits(decoder: HybridDecoder, length: int, dtype: torch.dtype) -> bool:
     """Whether the kernels can hold such windows: attention keeps a window's queries, keys, values and scores on the
     chip at once."""
-    attention = decoder.blocks[0].attention
+    attention = cast("CausalAttention | None", decoder.blocks[0].attention)
     if attention is None:
         return True
-    head = cast("CausalAttention", attention).out.in_features // cast("CausalAttention", attention).heads
-    widest = 64 if dtype == torch.float32 and length > 64 else 128
-    return length <= MAX_LENGTH and head <= widest
+    head = attention.out.in_features // attention.heads
+    room = shared_memory(attention.out.weight.device)
+    return length <= MAX_LENGTH and head <= 128 and shared_bytes(length, head, dtype) <= room
 
 
 class _Products(torch.autograd.Function):

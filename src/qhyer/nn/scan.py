@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 from types import ModuleType
 from typing import Any
@@ -24,10 +25,17 @@ from torch import Tensor
 
 
 @functools.cache
-def _load_kernels() -> ModuleType | None:
+def _load_kernels(device: torch.device, current: bool) -> ModuleType | None:
+    """None, and a warning, where Triton is not installed or cannot run; it launches on the current device alone."""
     try:
-        return importlib.import_module("qhyer.nn.mamba_triton")
-    except ImportError:  # no Triton on this machine: the plain code runs on its GPU, slower
+        module = importlib.import_module("qhyer.nn.mamba_triton")
+        if not current:
+            raise RuntimeError("it is not the current device")
+        module.total(torch.zeros(1, 16, device=device))  # whether any can be compiled and launched
+        return module
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        logging.getLogger(__name__).warning("no Triton kernels on %s, plain PyTorch in their place: %s", device, reason)
         return None
 
 
@@ -39,7 +47,7 @@ def kernels(x: Tensor) -> ModuleType | None:
     use = os.environ.get("QHYER_TRITON", "1")
     if x.dtype == torch.float64 or use == "0" or not (x.is_cuda or use == "interpret"):
         return None
-    return _load_kernels()
+    return _load_kernels(x.device, not x.is_cuda or x.device.index == torch.cuda.current_device())
 
 
 def _full(*tensors: Tensor) -> list[Tensor]:
