@@ -71,7 +71,7 @@ ALLOWED = {  # package -> what it may import of ours, besides itself
     "presets": ("agents", "agent", "config", "errors"),
     "records": ("storage", "errors"),
     "checkpoint": ("storage", "errors"),
-    "rollout": ("envs", "errors"),
+    "rollout": ("envs", "launch", "errors"),
     "policy": ("agent",),
     "evaluate": ("agent", "policy", "rollout", "rng", "errors", "records", "config"),
     "report": (*FOUNDATION, "records"),

@@ -148,6 +148,7 @@ def test_command_line(data_file, tmp_path):  # noqa: F811
     assert "nothing to do" in qhyer(*command, "--seed", "2", cwd=tmp_path).stdout  # the same run as alone
     assert "either --seed or --seeds" in qhyer(*command, "--seeds", "0", "1", "--seed", "0", cwd=tmp_path).stderr
     assert "each seed once" in qhyer(*command, "--seeds", "1", "1", cwd=tmp_path).stderr
+    assert "--seeds needs at least one" in qhyer(*command, "--seeds", cwd=tmp_path).stderr
 
 
 def test_sigterm_saves_all(data_file, tmp_path):  # noqa: F811

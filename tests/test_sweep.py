@@ -183,6 +183,10 @@ GRID = '[[grid]]\nagents = ["gcbc", "qhyer"]\ndatasets = ["cube-single-play"]\ns
         (GRID + "train = {sav_every = 3}", "train.sav_every: no field of TrainConfig is called 'sav_every'; did you"),
         (GRID + "train = {seed = 3}", "train.seed: seeds are given by `seeds`"),
         (GRID + "train = {log_every = 0}", "train: log_every must be at least 1"),
+        (GRID + "train = {threads = true}", "bad.toml: grid 1: train.threads: give a whole number, not True"),
+        (GRID + 'train = {device = "gpu"}', "grid 1: train.device: no device is called 'gpu'"),
+        (GRID + 'eval = {device = "gpu"}', "grid 1: eval.device: no device is called 'gpu'"),
+        (GRID + "eval = {tasks = [0]}", "grid 1: eval: tasks: give at least one, numbered from 1"),
         (GRID + "eval = {episode = 3}", "eval.episode: no field of EvalConfig is called 'episode'; did you mean"),
         (GRID + "eval = 3", "eval: write a table, or false"),
         (GRID + "goal = [0]", "goal: it is for npz files"),
@@ -236,6 +240,15 @@ def test_runs_are_shown_made_and_then_left_alone(tiny, capsys, monkeypatch):
     untested = write(tiny.parent / "untested.toml", tiny.read_text().replace("[eval]", "[eval]\nseed = 1"))
     assert [sweep.status(cell).text for cell in manifest.read(untested)] == ["trained, not evaluated"] * 2
     assert call("report", "runs", "--out", "page") == 0
+
+
+def test_more_tasks_than_before_are_evaluated(tiny):
+    text = tiny.read_text().replace("seeds = [0, 1]", "seeds = [0]")
+    for tasks, status in (("tasks = [1, 2]", "new"), ("tasks = [2]", "finished"), ("", "trained, not evaluated")):
+        (cell,) = manifest.read(write(tiny, text.replace("tasks = [3]", tasks)))
+        assert sweep.status(cell).text == status
+        assert call("sweep", tiny) == 0 and sweep.status(cell).text == "finished"
+    assert {row.task for row in read_rows(cell.folder / "episodes.csv")} == {1, 2, 3, 4, 5}
 
 
 def test_processes_make_the_same_runs(tiny, capsys):

@@ -120,7 +120,7 @@ class _TrainOptions:
     steps: int | None = None
     """updates; the preset's when not given"""
     seeds: tuple[int, ...] = ()
-    """instead of --seed: train these together, a run for each, in less time than one after the other (docs/scale.md)"""
+    """instead of --seed: train these together, a run for each; on CUDA side by side (docs/scale.md)"""
     out: Path | None = None
     """the run's folder, or with --seeds the folder of theirs (s0, s1 ...); when not given,
     runs/DATASET/AGENT-PRESET-sSEED-HASH"""
@@ -185,8 +185,11 @@ def _train(args: list[str]) -> int | None:
     common: dict[str, Any] = dict(
         preset=known.preset, resume=options.resume, episodes=episodes, environment=options.env
     )
-    if options.seeds and any(argument.split("=")[0] == "--seed" for argument in rest):
+    given = {argument.split("=")[0] for argument in rest}
+    if {"--seed", "--seeds"} <= given:
         raise UserError("give either --seed or --seeds")
+    if "--seeds" in given and not options.seeds:
+        raise UserError("--seeds needs at least one")
     with distributed.processes(runs.resolve_device(options.train.device)) as device:
         how = replace(options.train, {"device": device}) if distributed.active() else options.train
         try:

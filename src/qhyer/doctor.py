@@ -123,7 +123,7 @@ def check_torch() -> list[Check]:
 
         checks.append(Check("triton", "ok", triton.__version__))
     except Exception as error:
-        advice = "not needed: nothing here uses it yet"
+        advice = "pip install triton; without it training runs plain PyTorch on the GPU, slower"
         checks.append(Check("triton", "note", f"does not import: {error}", advice))
     return checks
 

@@ -44,6 +44,8 @@ class EvalConfig:
         require(self.episodes >= 1, "episodes must be at least 1")
         require(self.shard >= 1, "shard must be at least 1")
         require(self.record >= 0, "record cannot be negative")
+        numbers = (1,) if self.tasks is None else self.tasks
+        require(len(numbers) > 0 and min(numbers) >= 1, "tasks: give at least one, numbered from 1")
 
 
 @dataclass

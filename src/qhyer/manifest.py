@@ -49,6 +49,7 @@ from qhyer.config import fingerprint, replace, to_dict
 from qhyer.data import registry
 from qhyer.errors import UserError
 from qhyer.evaluate import EvalConfig
+from qhyer.runs import check_device
 from qhyer.train import TrainConfig
 
 KEYS = (
@@ -223,7 +224,9 @@ def _apply(config: AgentConfig, changes: Mapping[str, tuple[str, Any]], place: s
 def _train_config(values: Mapping[str, Any], place: str) -> TrainConfig:
     if "seed" in values:
         raise UserError(f"{place}.seed: seeds are given by `seeds`")
-    return _checked(lambda: TrainConfig(**_fields(TrainConfig, values, place)), place)
+    fields = _fields(TrainConfig, values, place)
+    _device(fields.get("device", "auto"), f"{place}.device")
+    return _checked(lambda: TrainConfig(**fields), place)
 
 
 def _eval_config(values: Any, place: str) -> tuple[EvalConfig | None, str]:
@@ -232,8 +235,9 @@ def _eval_config(values: Any, place: str) -> tuple[EvalConfig | None, str]:
     if not isinstance(values, dict):
         raise UserError(f"{place}: write a table, or false for none")
     values = dict(values)
-    device = _text(values.pop("device", "cpu"), f"{place}.device")
-    return _checked(lambda: EvalConfig(**_fields(EvalConfig, values, place)), place), device
+    device = _device(_text(values.pop("device", "cpu"), f"{place}.device"), f"{place}.device")
+    fields = _fields(EvalConfig, values, place)
+    return _checked(lambda: EvalConfig(**fields), place), device
 
 
 # --------------------------------------------------------------------------------------------------------- values
@@ -295,6 +299,11 @@ def _dataset(value: Any, place: str) -> str:
     if name.endswith(".npz"):
         return str(Path(name).resolve())
     return _checked(lambda: registry.get(name).name, place)
+
+
+def _device(name: str, place: str) -> str:
+    """Whether there is such a device is for the machine to say that a run is made on."""
+    return _checked(lambda: check_device(name), place)
 
 
 def _coordinate(value: Any, place: str) -> int | str:

@@ -21,6 +21,7 @@ import numpy as np
 
 from qhyer import envs
 from qhyer.errors import UserError, require
+from qhyer.launch import cores
 
 WORKER = "from qhyer.rollout import main; main()"
 
@@ -151,18 +152,13 @@ class Inline:
         return self.answers.pop(0)
 
 
-def available_cores() -> int:
-    """Cores this process may use: a job is often given fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class Workers:
     """Processes that step environments, started on entry: `count` of them, one per core when None, none (0) inline."""
 
     def __init__(self, environment: str, count: int | None = None) -> None:
         require(count is None or count >= 0, "workers cannot be negative")
         self.environment = environment
-        self.count = available_cores() if count is None else count
+        self.count = cores() if count is None else count
         self.connections: list[Any] = []
         self.process: subprocess.Popen[bytes] | None = None
         self._about: About | None = None

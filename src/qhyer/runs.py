@@ -50,14 +50,23 @@ def versions() -> dict[str, str]:
     return found
 
 
+def check_device(device: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise UserError(f"no device is called {device!r}: use cpu, cuda, cuda:1 ... or auto")
+    return device
+
+
 def resolve_device(device: str) -> str:
     """ "auto" to a device there is; an error for one there is not."""
-    if device == "auto":
+    if check_device(device) == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise UserError(f"no device is called {device!r}: use cpu, cuda, cuda:1 ... or auto")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("no CUDA device is usable here; use --device cpu, or ask `qhyer doctor`")
+    number = device.partition(":")[2]
+    if number and int(number) >= torch.cuda.device_count():
+        raise UserError(
+            f"there is no {device} here: there are {torch.cuda.device_count()} GPUs, numbered from 0"
+        )
     return device
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import functools
 import platform
 import signal
 import sys
@@ -131,9 +132,9 @@ def status(cell: Cell) -> Status:
         environment = cell.environment or runs.read(cell.folder)["environment"]
     except CorruptFile as error:
         return Status(f"damaged: {error}")
-    tasks = max((row.task for row in rows), default=0)
-    if tasks < max(cell.eval.tasks or (1,)):
+    if not rows:
         return Status("trained, not evaluated")
+    tasks = _num_tasks(environment) if cell.eval.tasks is None else max(cell.eval.tasks)
     wanted = {(s.task, s.episode, s.seed) for shard in plan(cell.eval, environment, tasks) for s in shard}
     if not wanted <= {(row.task, row.episode, row.env_seed) for row in rows}:
         return Status("trained, not evaluated")
@@ -141,6 +142,17 @@ def status(cell: Cell) -> Status:
     for row in rows:
         by_task.setdefault(row.task, []).append(row.success)
     return Status("finished", True, sum(sum(v) / len(v) for v in by_task.values()) / len(by_task))
+
+
+@functools.cache
+def _num_tasks(environment: str) -> int:
+    from qhyer import envs
+
+    env = envs.make(environment)
+    try:
+        return envs.num_tasks(env)
+    finally:
+        env.close()
 
 
 def _table(cells: Sequence[Cell], found: Sequence[Status], failed: dict[str, str] | None = None) -> Table:

@@ -18,7 +18,8 @@ from qhyer.bench.common import BenchRow
 from qhyer.data import registry
 from qhyer.errors import UserError, require
 from qhyer.evaluate import EvalConfig, Timings, evaluate, success_rate
-from qhyer.rollout import EpisodeSpec, Workers, available_cores
+from qhyer.launch import cores
+from qhyer.rollout import EpisodeSpec, Workers
 
 
 def replay_seconds(environment: str, actions: dict[EpisodeSpec, list[np.ndarray]], workers: int) -> float:
@@ -79,7 +80,7 @@ def evaluation(
         environment = registered.environment
         settings, _ = presets.resolve(agent, preset, registered.name)
         policy = runs.build_agent(agent, settings, common.made_up_spec(registered), seed=0).to(device)
-    count = available_cores() if workers is None else workers
+    count = cores() if workers is None else workers
     place = torch.device(device)
     common.reset_peak(place)
     timings = Timings(actions={})

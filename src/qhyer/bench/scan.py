@@ -207,7 +207,8 @@ def scan(
     device = runs.resolve_device(device)
     place = torch.device(device)
     cuda = place.type == "cuda"
-    batch, channels = batch or (256 if cuda else 8), channels or (512 if cuda else 64)
+    batch = (256 if cuda else 8) if batch is None else batch
+    channels = (512 if cuda else 64) if channels is None else channels
     lengths = lengths or (length,)
     require(min(batch, channels, states, *lengths) >= 1, "sizes must be at least 1")
     kind = torch.bfloat16 if (dtype or ("bf16" if cuda else "fp32")) == "bf16" else torch.float32
