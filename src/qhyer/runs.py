@@ -64,9 +64,7 @@ def resolve_device(device: str) -> str:
         raise UserError("no CUDA device is usable here; use --device cpu, or ask `qhyer doctor`")
     number = device.partition(":")[2]
     if number and int(number) >= torch.cuda.device_count():
-        raise UserError(
-            f"there is no {device} here: there are {torch.cuda.device_count()} GPUs, numbered from 0"
-        )
+        raise UserError(f"there is no {device} here: there are {torch.cuda.device_count()} GPUs, numbered from 0")
     return device
 
 
