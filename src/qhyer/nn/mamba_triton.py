@@ -39,10 +39,9 @@ from torch import Tensor
 
 from qhyer.nn.total_triton import total
 
-# Channels of a program, and steps whose instructions the compiler may interleave: few warps fit beside each other, so
-# that most of what hides one instruction's latency has to come from the same warp.
-FORWARD = {"BLOCK": 64, "UNROLL": 2}
-BACKWARD = {"BLOCK": 64, "UNROLL": 2}
+# Channels of a program, and steps whose instructions the compiler may interleave.
+FORWARD = {"BLOCK": 64, "UNROLL": 1}
+BACKWARD = {"BLOCK": 64, "UNROLL": 1}
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
