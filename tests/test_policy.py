@@ -114,3 +114,29 @@ def test_graphs_act_as_without(tiny_agent, shake):
     for ours, theirs in zip(together, apart):
         for a, b in zip(ours, theirs):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_an_agent_that_cannot_be_captured_acts_and_leaves_the_generator_alone(tiny_agent, monkeypatch, caplog):
+    """A value is read back while acting, which no capture allows."""
+    agent = tiny_agent("gcbc").cuda().eval()
+    act = type(agent).act
+
+    def reading(self, observation, goal, memory):
+        assert float(observation.sum()) > -1e9
+        return act(self, observation, goal, memory)
+
+    monkeypatch.setattr(type(agent), "act", reading)
+    torch.cuda.manual_seed(0)
+    expected = torch.rand(3, device="cuda")
+    torch.cuda.manual_seed(0)
+    policy = GraphedPolicy(agent)
+    shape = (3, agent.spec.observation_dim)
+    observation, goal = torch.ones(shape, device="cuda"), torch.zeros(shape, device="cuda")
+    for _ in range(3):
+        torch.testing.assert_close(policy(observation, goal, None)[0], act(agent, observation, goal, None)[0])
+    assert not policy.graphs and len(caplog.records) == 1
+    assert torch.equal(torch.rand(3, device="cuda"), expected)  # and memory can still be had
+    del policy
+    assert torch.ones(1 << 20, device="cuda").sum() == 1 << 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -47,6 +47,30 @@ class Lane:
         finally:
             self.cuda_state = default.graphsafe_get_state()
             default.graphsafe_set_state(before)
+
+
+def keep(generator: torch.Generator) -> Callable[[], object]:
+    """How to put this generator back to where it is now."""
+    if generator.device.type == "cuda":
+        copy = generator.clone_state()  # another state object: the one in a broken capture stays marked as capturing
+        return lambda: generator.graphsafe_set_state(copy)
+    state = generator.get_state()
+    return lambda: generator.set_state(state)
+
+
+_abandoned: list[torch.cuda.CUDAGraph] = []
+
+
+def abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], device: torch.device) -> None:
+    """After a failed capture. One that CUDA broke off leaves the allocator waiting for its end, through a pointer to
+    the graph."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    try:
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    except RuntimeError:
+        return  # only Python raised: the capture has ended in order
+    _abandoned.append(graph)
 
 
 def default_cuda_generator(device: torch.device) -> torch.Generator:

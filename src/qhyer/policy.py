@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qhyer.agent import Agent, Memory
+from qhyer.lane import abandon, default_cuda_generator, keep
 
 Outputs = tuple[Tensor, Memory | None]
 Act = Callable[[], Outputs]
@@ -41,8 +42,14 @@ class CudaCapture:
                     act()
             current.wait_stream(self.stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                outputs = act()
+            put_back = keep(default_cuda_generator(self.device))
+            try:
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                    outputs = act()
+            except BaseException:
+                abandon(graph, self.pool, self.device)
+                put_back()
+                raise
             graph.replay()  # a capture computes nothing
         return outputs, graph.replay
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qhyer import distributed
 from qhyer.agent import Agent, Batch, Sampler, Stage
-from qhyer.lane import default_cuda_generator
+from qhyer.lane import abandon, default_cuda_generator, keep
 
 
 class Update:
@@ -180,7 +180,7 @@ class GraphedUpdate(Update):
 
     def _try_capture(self) -> None:
         """Recording runs no kernel, so weights, moments and sums are safe; what Python changed is put back."""
-        generators = [_keep(generator) for generator in self.generators]
+        generators = [keep(generator) for generator in self.generators]
         moments = [{p: dict(state) for p, state in o.state.items()} for o in self.stage.optimizers]
         mine = dict(vars(self))
         self.drop_gradients()  # the graph has its own, in its own memory
@@ -198,17 +198,6 @@ class GraphedUpdate(Update):
             reason = _first_cause(error)
             self.path = f"eager ({reason})"
             self.note(f"stage {self.stage.name} could not be captured in a CUDA graph, and goes on without: {reason}")
-
-
-def _keep(generator: torch.Generator) -> Callable[[], object]:
-    """How to put this generator back to where it is now."""
-    if (
-        generator.device.type == "cuda"
-    ):  # by another state object: the one in a broken capture stays marked as capturing
-        copy = generator.clone_state()
-        return lambda: generator.graphsafe_set_state(copy)
-    state = generator.get_state()
-    return lambda: generator.set_state(state)
 
 
 def _first_cause(error: BaseException) -> str:
@@ -232,8 +221,6 @@ def capture_for(device: torch.device, sampler: torch.Generator) -> Capture | Non
 class CudaCapture:
     """Records on the current stream, which must not be the default one."""
 
-    abandoned: list[torch.cuda.CUDAGraph] = []  # noqa: RUF012
-
     def __init__(self, device: torch.device, sampler: torch.Generator) -> None:
         self.device, self.sampler = device, sampler
 
@@ -247,16 +234,6 @@ class CudaCapture:
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 work()
         except BaseException:
-            self._abandon(graph, pool)
+            abandon(graph, pool, self.device)
             raise
         return graph.replay
-
-    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-        """A capture that CUDA broke off leaves the allocator waiting for its end, through a pointer to the graph."""
-        index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        try:
-            torch._C._cuda_endAllocateToPool(index, pool)
-            torch._C._cuda_releasePool(index, pool)
-        except RuntimeError:
-            return  # only Python raised: the capture has ended in order
-        self.abandoned.append(graph)

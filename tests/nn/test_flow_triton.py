@@ -86,6 +86,12 @@ def test_flow_equals_plain_torch(dim, rows, channels, blocks, with_kernels, monk
             assert close(gradient, expected[name], 1e-4), name
 
 
+def test_flows_of_many_dimensions_take_the_plain_way(with_kernels, monkeypatch):
+    monkeypatch.setattr(flow_triton, "flow_forward", lambda *_: pytest.fail("unrolled over too many dimensions"))
+    flow = make(33, 16, 1)
+    assert flow(*inputs(7, 33))[0].shape == (7, 33)
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_either_output_may_be_left_unused(used, with_kernels):
     flow = make(3, 16, 2)

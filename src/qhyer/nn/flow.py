@@ -10,7 +10,9 @@ The base density is N(0, I). Everything is closed form, so density, inverse and 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import math
 
 import torch
@@ -18,6 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qhyer.nn.scan import kernels
+
+UNROLLED = 32  # dimensions: the kernels are unrolled over them, and far beyond take minutes to compile
+
+
+@functools.cache
+def _say_plain(dim: int) -> None:
+    logging.getLogger(__name__).warning("goals of %d numbers are too many for the flow's kernels: slower", dim)
 
 
 class InvertibleLinears(nn.Module):
@@ -123,10 +132,12 @@ class ConditionalRealNVP(nn.Module):
 
     def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """f(x; y): data (..., d) -> noise (..., d) and log|det df/dx| (...)."""
-        if self.couplings.kept and x.numel() and x.dtype == torch.float32 and kernels(x) is not None:
-            from qhyer.nn.flow_triton import flow_forward
+        if self.dim > 1 and x.numel() and x.dtype == torch.float32 and kernels(x) is not None:
+            if self.dim <= UNROLLED:
+                from qhyer.nn.flow_triton import flow_forward
 
-            return flow_forward(self, x, context)
+                return flow_forward(self, x, context)
+            _say_plain(self.dim)
         z, scales = x.reshape(-1, self.dim), []
         matrices, log_det = self.linears()
         for matrix, prepared in zip(matrices, self.couplings.prepare(context)):
