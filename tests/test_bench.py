@@ -501,3 +501,11 @@ def test_scan_on_a_gpu(dtype, tmp_path: Path) -> None:
     for row in written["rows"]:
         assert row["extra"]["difference_fp32"] < 1e-4
         assert row["extra"]["difference"] < (0.05 if dtype == "bf16" else 1e-4)
+
+
+@pytest.mark.parametrize("name", ["train", "scan", "infer", "eval", "data", "all"])
+def test_a_folder_to_write_to_is_refused_before_anything_is_measured(name, tmp_path):
+    from qhyer import cli
+
+    with pytest.raises(UserError, match="is a folder"):
+        cli._dispatch(["bench", name, "--out", str(tmp_path)])

@@ -88,7 +88,7 @@ def test_another_format_is_refused(tmp_path):
     path = save(tmp_path)
     values = storage.read_sealed_json(path / "manifest.json")
     storage.write_sealed_json(path / "manifest.json", {**values, "format": 99})
-    with pytest.raises(UserError, match="format 99, this version reads 1"):
+    with pytest.raises(UserError, match="format 99, this version reads 2"):
         checkpoint.load(path)
 
 

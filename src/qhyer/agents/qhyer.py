@@ -277,7 +277,7 @@ class QHyer(Agent):
             return config.weight_bc * bc + config.weight_q * regression, metrics
         # No gradient passes between the two, so they can be computed side by side.
         (nll, critic_metrics), (bc, regression, metrics) = concurrently(
-            lambda: self.critic_loss(batch), lambda: self.actor_loss(batch), batch.values()
+            "critic", lambda: self.critic_loss(batch), lambda: self.actor_loss(batch), batch.values()
         )
         total = config.weight_bc * bc + config.weight_q * regression + config.weight_critic * nll
         return total, metrics | critic_metrics

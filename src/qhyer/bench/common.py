@@ -385,6 +385,12 @@ def writing_into(path: Path) -> Iterator[None]:
         _into.reset(token)
 
 
+def check_out(out: Path | None) -> None:
+    """An `--out` that cannot be written is found before anything is measured."""
+    if out is not None and out.is_dir():
+        raise UserError(f"--out {out} is a folder; name the JSON file to write")
+
+
 def write(out: Path | None, name: str, facts: dict[str, Any], rows: Sequence[BenchRow]) -> None:
     """JSON: the facts of the machine and one object per row (name, batch, ms, floor_ms, gb, extra)."""
     if (path := _into.get()) is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from qhyer.bench.common import BenchRow, machine, peak_gb, show, write
+from qhyer.bench.common import BenchRow, check_out, machine, peak_gb, show, write
 from qhyer.data import registry
 
 
@@ -28,6 +28,7 @@ def data(
     """
     from qhyer.data.generate import measure_rate
 
+    check_out(out)
     registered = registry.get(dataset)
     rate = measure_rate(registered, episodes, rows)
     row = BenchRow(

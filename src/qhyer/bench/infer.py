@@ -146,6 +146,7 @@ def infer(
         seconds: how long to measure each batch size
         out: a JSON file to write
     """
+    common.check_out(out)
     device = resolve_device(device)
     for size in batch:
         if size < 1:

@@ -126,7 +126,7 @@ def _branches(
     # x and z apart: together they would be one product, but their gradients two tensors to be joined by a copy.
     qkv, x, z = weights.products(h, *weights.of(attention.qkv), *weights.of(mamba.in_proj, 2))
     (out,) = weights.of(attention.out)
-    return concurrently(lambda: attend(qkv), lambda: scan(x, z), [qkv, seed, out[1]])
+    return concurrently("attention", lambda: attend(qkv), lambda: scan(x, z), [qkv, seed, out[1]])
 
 
 def decode(decoder: HybridDecoder, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,8 +19,9 @@ Second = TypeVar("Second")
 
 
 @functools.cache
-def _beside(device: torch.device, stream: int) -> torch.cuda.Stream:
-    """The partner of a stream. One each, so that runs that share a GPU do not wait for one another."""
+def _beside(device: torch.device, stream: int, name: str) -> torch.cuda.Stream:
+    """The partner of a stream for this kind of work. One each, so that neither runs that share a GPU nor two parts of
+    one run that are beside the same stream wait for one another."""
     return torch.cuda.Stream(device)
 
 
@@ -35,16 +36,18 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 
 def concurrently(
-    first: Callable[[], First], second: Callable[[], Second], inputs: Iterable[Tensor]
+    name: str, first: Callable[[], First], second: Callable[[], Second], inputs: Iterable[Tensor]
 ) -> tuple[First, Second]:
-    """Both results. `inputs`: all that `first` reads, now or in its backward, and that was made for this pass outside
-    of it; parameters stay where they are. One that is forgotten may be overwritten while it is still read.
+    """Both results, that of `first` from the stream of this name.
+
+    `inputs`: all that `first` reads, now or in its backward, and that was made for this pass outside of it; parameters
+    stay where they are. One that is forgotten may be overwritten while it is still read.
     """
     inputs = list(inputs)
     if not inputs or not inputs[0].is_cuda:
         return first(), second()
     here = torch.cuda.current_stream(inputs[0].device)
-    beside = _beside(inputs[0].device, here.cuda_stream)
+    beside = _beside(inputs[0].device, here.cuda_stream, name)
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
         one = first()
