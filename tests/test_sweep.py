@@ -289,9 +289,20 @@ def test_a_run_that_fails_does_not_stop_the_others(tiny, capsys, maze, monkeypat
     text = tiny.read_text().replace(
         '["pointmaze-medium-stitch"]', '["pointmaze-large-stitch", "pointmaze-medium-stitch"]'
     )
-    assert call("sweep", write(tiny, text)) == 1
+    write(tiny, text)
+    assert call("sweep", tiny, "--dry-run") == 0
+    assert "not on this disk" in " ".join(capsys.readouterr().out.split())
+    assert call("sweep", tiny) == 2  # what is missing is found before anything starts
+    assert "qhyer data generate pointmaze-large-stitch-v0" in " ".join(capsys.readouterr().err.split())
+    assert not any(sweep.status(cell).finished for cell in manifest.read(tiny))
+    damaged = registry.data_dir() / "pointmaze-large-stitch-v0.npz"
+    damaged.write_bytes(b"nothing that numpy could read")
+    try:
+        assert call("sweep", tiny) == 1
+    finally:
+        damaged.unlink()
     output = " ".join(capsys.readouterr().out.split())
-    assert output.count("failed: pointmaze-large-stitch-v0/gcbc") == 2 and "is not on this disk" in output
+    assert output.count("failed: pointmaze-large-stitch-v0/gcbc") == 2
     finished = [sweep.status(cell).finished for cell in manifest.read(tiny)]
     assert finished == [False, False, True, True]
 

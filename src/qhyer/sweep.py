@@ -75,8 +75,13 @@ def sweep(
     console.print(
         f"{len(cells)} run{'s' if len(cells) > 1 else ''}, {len(cells) - len(todo)} finished, {len(todo)} to do"
     )
+    absent = _absent_data(todo) if launcher == "local" else ""  # nodes of a cluster may have what is not here
+    if dry_run and absent:
+        console.print(absent, markup=False, soft_wrap=True)
     if dry_run or not todo:
         return 0
+    if absent:
+        raise UserError(absent)
     options = dict(launcher=launcher, address=address, cpus=cpus, gpus=gpus, retries=retries)
     failed = _run(todo, console, shared=shared, workers=workers, **options)  # type: ignore[arg-type]
     after = [status(cell) for cell in cells]
@@ -89,6 +94,21 @@ def sweep(
     if not failed:
         console.print(f"`qhyer report {cells[0].out}` makes a page of them", soft_wrap=True)
     return 1 if failed or mixed else 0
+
+
+def _absent_data(cells: Sequence[Cell]) -> str:
+    """Which datasets are not on this disk, and what to do about it; nothing if all are there."""
+    from qhyer.data import registry
+
+    own = sorted({cell.dataset for cell in cells if cell.dataset.endswith(".npz")})
+    if absent := [path for path in own if not Path(path).is_file()]:
+        return f"no such file: {', '.join(absent)}"
+    names = sorted({cell.dataset for cell in cells} - set(own))
+    if absent := [name for name in names if registry.find(name) is None]:
+        looked = f"looked in {registry.data_dir()} and ~/.ogbench/data"
+        made = f"`qhyer data generate {' '.join(absent)}` makes {'them' if len(absent) > 1 else 'it'}"
+        return f"not on this disk: {', '.join(absent)} ({looked}); {made}"
+    return ""
 
 
 def _matching(cells: list[Cell], only: Sequence[str]) -> list[Cell]:
