@@ -40,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `qhyer`. Errors meant for the user are printed without a traceback, exit code 2."""
     args = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        sys.exit(_dispatch(args) or 0)
+        code = _dispatch(args) or 0
+        if "qhyer.distributed" in sys.modules:
+            sys.modules["qhyer.distributed"].end(code)
+        sys.exit(code)
     except UserError as error:
         from rich.console import Console
         from rich.markup import escape

@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import hashlib
 import os
+import sys
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -24,6 +25,7 @@ from torch import distributed as dist
 from qhyer.errors import UserError, require
 
 _place: tuple[int, int] | None = None  # rank and number of processes, once they have found each other
+_parted = False  # whether they had, and have parted again
 
 
 def active() -> bool:
@@ -46,7 +48,7 @@ def is_main() -> bool:
 @contextlib.contextmanager
 def processes(device: str) -> Iterator[str]:
     """Joins the processes that torchrun has started, if it has, and gives the device of this one."""
-    global _place
+    global _place, _parted
     if not dist.is_available() or not dist.is_torchelastic_launched():
         yield device
         return
@@ -63,6 +65,16 @@ def processes(device: str) -> Iterator[str]:
     yield device
     _place = None  # not after an error: the others may be waiting in a sum, and torchrun ends them
     dist.destroy_process_group()
+    _parted = True
+
+
+def end(code: int) -> None:
+    """Ends a process that was one of several, at once. Now and again torch's own threads are still joinable then, and
+    an orderly exit of the interpreter aborts: torchrun would call a finished training failed, and end the others."""
+    if _parted:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def mean(tensor: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import platform
 import signal
 import socket
@@ -186,7 +185,9 @@ def _process(connection: Connection, function: Callable[[Job], Result], job: Job
     answer = _attempt(function, job)
     try:
         connection.send(answer)
-    except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:  # a value that cannot travel
+    except OSError:  # nobody is listening any more
+        raise
+    except Exception as error:  # a value that cannot travel
         connection.send(dict(zip(("error", "trace"), failure(error))))
     connection.close()
 
