@@ -67,25 +67,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def interleave(
-    calls: Sequence[Callable[[], object]], seconds: float, device: torch.device, least: int = LEAST_ROUNDS
-) -> list[np.ndarray]:
-    """Calls them in turn for about this long -> per call, its times in milliseconds, from call to finished work."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(WARMUP):
-        for call in calls:
-            call()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[0]) < least:
-        for call, record in zip(calls, times):
-            synchronize(device)
-            begun = time.perf_counter()
-            call()
-            synchronize(device)
-            record.append(1e3 * (time.perf_counter() - begun))
-    return [np.asarray(record) for record in times]
-
-
 def once_ms(function: Callable[[], object], device: torch.device) -> float:
     """Time of one call; on CUDA by the device's own clock, which leaves the host's waiting out."""
     if device.type != "cuda":
@@ -100,14 +81,15 @@ def once_ms(function: Callable[[], object], device: torch.device) -> float:
     return first.elapsed_time(last)
 
 
-def in_turn_ms(
+def _take_turns(
     calls: Sequence[Callable[[], object]],
     seconds: float,
     device: torch.device,
-    least: int = LEAST_ROUNDS,
-    warmup: int = WARMUP,
+    least: int,
+    warmup: int,
+    clock: Callable[[Callable[[], object], torch.device], float],
 ) -> list[np.ndarray]:
-    """`interleave` by the device's own clock."""
+    """Calls them in turn for about this long -> per call, its times in milliseconds by this clock."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(warmup):
         for call in calls:
@@ -116,8 +98,33 @@ def in_turn_ms(
     while time.perf_counter() < end or len(times[0]) < least:
         for call, record in zip(calls, times):
             synchronize(device)
-            record.append(once_ms(call, device))
+            record.append(clock(call, device))
     return [np.asarray(record) for record in times]
+
+
+def interleave(
+    calls: Sequence[Callable[[], object]], seconds: float, device: torch.device, least: int = LEAST_ROUNDS
+) -> list[np.ndarray]:
+    """In turn for about this long -> per call, its times in milliseconds, from call to finished work."""
+
+    def wall_ms(call: Callable[[], object], device: torch.device) -> float:
+        begun = time.perf_counter()
+        call()
+        synchronize(device)
+        return 1e3 * (time.perf_counter() - begun)
+
+    return _take_turns(calls, seconds, device, least, WARMUP, wall_ms)
+
+
+def in_turn_ms(
+    calls: Sequence[Callable[[], object]],
+    seconds: float,
+    device: torch.device,
+    least: int = LEAST_ROUNDS,
+    warmup: int = WARMUP,
+) -> list[np.ndarray]:
+    """`interleave` by the device's own clock."""
+    return _take_turns(calls, seconds, device, least, warmup, once_ms)
 
 
 def time_ms(function: Callable[[], object], device: torch.device, seconds: float, least: int = LEAST_ROUNDS) -> float:

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qhyer.nn.total_triton import share
 from qhyer.nn.total_triton import total as _total
 
 if TYPE_CHECKING:
@@ -343,12 +344,6 @@ def _flow_matrix_kernel(  # type: ignore[no-untyped-def]
 # ------------------------------------------------------------------------------------------------------- the flow
 
 
-def _share(tiles: int, programs: int) -> tuple[int, int]:
-    """-> programs and steps of each, so that all have as much to do as the others, nearly."""
-    steps = triton.cdiv(tiles, max(1, min(programs, tiles)))
-    return triton.cdiv(tiles, steps), steps
-
-
 def _tile(width: int, columns: int, each: int) -> dict[str, int]:
     """`columns`: of a warp at most; `each`: elements of a thread."""
     block = max(16, triton.next_power_of_2(width))
@@ -463,7 +458,7 @@ def flow_blocks_backward(
     total = sum(torch.Size(shape).numel() for shape in _segments(blocks, kept, dim - kept, channels))
     stride = triton.cdiv(total, 16) * 16  # rows of partial sums stay aligned
     leave, enter = _backward_tiles(channels, dim)
-    programs, steps = _share(triton.cdiv(rows, leave["ROWS"]), PROGRAMS)
+    programs, steps = share(triton.cdiv(rows, leave["ROWS"]), PROGRAMS)
     partial = empty(programs, stride)
     sizes = dict(D=dim, KEPT=kept, C=channels, BLOCKS=blocks, TOTAL=stride)
     for block in reversed(range(blocks)):
@@ -480,7 +475,7 @@ def flow_blocks_backward(
         )  # fmt: skip
         dz = dbefore
     dsecond = torch.bmm(h.flatten(0, 1).mT, du.flatten(0, 1), out=empty(blocks * 2, channels, channels))
-    programs, steps = _share(triton.cdiv(rows, 64), 2 * PROGRAMS // blocks)
+    programs, steps = share(triton.cdiv(rows, 64), 2 * PROGRAMS // blocks)
     dmatrices = empty(programs, blocks, dim, dim)
     _flow_matrix_kernel[(blocks, programs)](
         x, between, dentry, dmatrices, rows, steps, D=dim, ROWS=64, PAD=max(16, triton.next_power_of_2(dim))
@@ -617,7 +612,7 @@ def norm_silu_backward(
     rows = u.numel() // width
     du = torch.empty_like(u)
     tile = _tile(width, 256, 32)
-    programs, steps = _share(triton.cdiv(rows, tile["ROWS"]), max(2, 8 // tile["num_warps"]) * PROGRAMS)
+    programs, steps = share(triton.cdiv(rows, tile["ROWS"]), max(2, 8 // tile["num_warps"]) * PROGRAMS)
     partial = u.new_empty(programs, 3, width, dtype=torch.float32)
     _silu_backward_kernel[(programs,)](u, bias, weight, norm_bias, dy, du, partial, rows, eps, steps, C=width, **tile)
     return du, _total(partial)

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qhyer.nn.total_triton import share
 from qhyer.nn.total_triton import total as _total
 
 WARPS = 8 * 132  # of one backward launch: 8 on every multiprocessor of an H200, each leaving a row of partial sums
@@ -254,12 +255,6 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(partial_ptr + tl.program_id(1) * F + e, tl.sum(total, 0), mask=e < F)
 
 
-def _share(tiles: int, programs: int) -> tuple[int, int]:
-    """-> programs and steps of each, so that all have as much to do as the others, nearly."""
-    steps = triton.cdiv(tiles, max(1, min(programs, tiles)))
-    return triton.cdiv(tiles, steps), steps
-
-
 # ------------------------------------------------------------------------------------------------------- the seam
 
 
@@ -359,7 +354,7 @@ def seam_backward(
     dy2 = x.new_empty(0) if y2 is None else torch.empty_like(x, dtype=y2.dtype)
     dalpha = x.new_empty(0 if y2 is None else rows, dtype=torch.float32)
     tile = _tile(width, 16)
-    programs, steps = _share(triton.cdiv(rows, tile["ROWS"]), WARPS // tile["num_warps"])
+    programs, steps = share(triton.cdiv(rows, tile["ROWS"]), WARPS // tile["num_warps"])
     size = (2 + gate + biased) * width + 16 * gate
     partial = x.new_empty(programs, size, dtype=torch.float32)
     _seam_backward_kernel[(programs,)](
@@ -470,7 +465,7 @@ def bias_gelu_backward(u: Tensor, bias: Tensor, dy: Tensor) -> tuple[Tensor, Ten
     du = torch.empty_like(u)
     tile = _wide(width, 16)
     blocks = triton.cdiv(width, tile["BLOCK"])
-    programs, steps = _share(triton.cdiv(rows, tile["ROWS"]), WARPS // 2 // blocks)
+    programs, steps = share(triton.cdiv(rows, tile["ROWS"]), WARPS // 2 // blocks)
     partial = u.new_empty(programs, width, dtype=torch.float32)
     _gelu_backward_kernel[(blocks, programs)](u, bias, dy, du, partial, rows, width, steps, **tile)
     return du, _total(partial)
@@ -504,7 +499,7 @@ def column_sum(u: Tensor) -> Tensor:
     rows = flat.shape[0]
     tile = _wide(width, 32)
     blocks = triton.cdiv(width, tile["BLOCK"])
-    programs, steps = _share(triton.cdiv(rows, tile["ROWS"]), WARPS // blocks)
+    programs, steps = share(triton.cdiv(rows, tile["ROWS"]), WARPS // blocks)
     partial = u.new_empty(programs, width, dtype=torch.float32)
     _sum_kernel[(blocks, programs)](flat, partial, rows, width, flat.stride(0), steps, **tile)
     return _total(partial)

@@ -35,3 +35,10 @@ def total(x: Tensor) -> Tensor:
     block = min(TILE // rows, 512, max(16, triton.next_power_of_2(columns) // PROGRAMS))
     _total_kernel[(triton.cdiv(columns, block),)](x, out, x.shape[0], columns, ROWS=rows, BLOCK=block, num_warps=4)
     return out
+
+
+def share(tiles: int, programs: int) -> tuple[int, int]:
+    """For a kernel whose programs leave a row of partial sums each: how many programs, and how many tiles each takes in
+    turn, so that all have as much to do as the others, nearly."""
+    steps = triton.cdiv(tiles, max(1, min(programs, tiles)))
+    return triton.cdiv(tiles, steps), steps
