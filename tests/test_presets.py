@@ -73,7 +73,7 @@ def test_state_row(dataset, values):
         steps=1_000_000, batch_size=1024, weight_decay=0.0, grad_clip=1.0, flow_noise=0.05, encoder_width=1024,
         representation=64, weight_bc=1.0, weight_q=1.0, weight_critic=1.0, discount=0.99, warmup=0, cosine=False,
         backbone="hybrid", conditioning="flow", tokenization="concat", regression="expectile", stitch_rate=0.0,
-        q_normalization="scale",
+        q_normalization="scale", goal_input="observation",
     )  # fmt: skip
     for field, value in common.items():
         assert getattr(config, field) == value, field

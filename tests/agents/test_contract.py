@@ -239,6 +239,8 @@ def slow_act(agent, observations: torch.Tensor, goal: torch.Tensor, q: list, act
 
     kind = {name: tokens.kind[i] for i, name in enumerate(_order(config))}
     g = agent.normalize(goal)
+    if agent.config.goal_input == "coordinates":
+        g = g[:, list(agent.spec.goal_indices)]
     for i in range(observations.shape[1]):
         s, position = agent.normalize(observations[:, i]), tokens.position[i]
         if config.tokenization == "separate":
@@ -301,7 +303,7 @@ def test_qhyer_acts_as_it_was_trained(tiny_agent, point_world, shake):
             q.append(agent.q_head.weight.new_tensor(memory["q"][:, -1].tolist()))
         actions, q_tokens = torch.stack(taken, 1), torch.stack(q, 1)
         x = agent.tokens(
-            agent.normalize(observations), agent.normalize(goal)[:, None].expand(-1, K, -1), q_tokens, actions
+            agent.normalize(observations), agent.actor_goals(goal)[:, None].expand(-1, K, -1), q_tokens, actions
         )
         h = agent.decoder(x)[0].unflatten(1, (K, 3))
         torch.testing.assert_close(agent.q_head(h[:, :, 0]).squeeze(-1), q_tokens, rtol=0, atol=1e-5)

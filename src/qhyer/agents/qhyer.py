@@ -99,6 +99,9 @@ class QHyerConfig(AgentConfig):
     """beyond the paper: how near, in standard deviations of the goal coordinates"""
     q_normalization: Literal["scale", "standardize"] = "scale"
     """Q divided by its mean magnitude (the paper), or its mean taken off first and divided by its mean deviation"""
+    goal_input: Literal["observation", "coordinates"] = "observation"
+    """what the decoder sees of a goal: the whole observation (the paper), or only the coordinates that make it a goal.
+    A goal's arm pose tells where the arm soon will be in hindsight, and nothing when acting"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,6 +135,7 @@ class QHyer(Agent):
     def __init__(self, config: QHyerConfig, spec: DataSpec) -> None:
         super().__init__(config, spec)
         d = config.width
+        goal_dim = spec.observation_dim if config.goal_input == "observation" else spec.goal_dim
         self.critic: nn.ModuleDict | None = None
         if config.conditioning == "flow":
             self.critic = nn.ModuleDict(
@@ -150,7 +154,7 @@ class QHyer(Agent):
         self.tokens = Tokens(
             spec.observation_dim,
             spec.action_dim,
-            spec.observation_dim,
+            goal_dim,
             d,
             config.context,
             config.tokenization,
@@ -193,6 +197,10 @@ class QHyer(Agent):
     def goal_coordinates(self, goals: Tensor) -> Tensor:
         """Raw goal observations (..., d_s) -> the standardised coordinates that make the goal (..., d_g)."""
         return self.normalize(goals)[..., self.goal_indices]
+
+    def actor_goals(self, goals: Tensor) -> Tensor:
+        """Raw goal observations (..., d_s) -> what the decoder sees of them."""
+        return self.normalize(goals) if self.config.goal_input == "observation" else self.goal_coordinates(goals)
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Eq. (5): maximum likelihood of hindsight goals, with noise on the goals (the denoising of Alg. 1)."""
@@ -240,7 +248,7 @@ class QHyer(Agent):
         """Eqs. (15) and (10): imitate the action given Q, and regress the best Q. Returns L_BC, L_Q, metrics."""
         config = self.config
         observations = self.normalize(batch["observations"])  # (B, K, d_s)
-        goals = self.normalize(batch["goals"])[:, None].expand(-1, config.context, -1)
+        goals = self.actor_goals(batch["goals"])[:, None].expand(-1, config.context, -1)
         q = self.q_values(batch) if self.q_head is not None else None  # (B, K)
         x = self.tokens(observations, goals, q, batch["actions"])
         h, _ = self.decoder(x[:, :-1])  # the last action token is the past of nothing
@@ -327,7 +335,7 @@ class QHyer(Agent):
         )  # (n, T, d_s), T <= K
         steps = observations.shape[1]
         s = self.normalize(observations)
-        g = self.normalize(goal)[:, None].expand(-1, steps, -1)
+        g = self.actor_goals(goal)[:, None].expand(-1, steps, -1)
         current = self.tokens.state_tokens(s[:, -1:], g[:, -1:], first=steps - 1).flatten(1, 2)  # (n, 1 or 2, d)
         if memory is not None:
             past = self.tokens(s[:, :-1], g[:, :-1], memory.get("q"), memory["actions"])
@@ -349,6 +357,6 @@ class QHyer(Agent):
     def readout(self, batch: Batch) -> list[dict[str, Tensor]]:
         """Per block, on a batch of windows: alpha, Delta_t and A_bar_t (the paper's memory analysis)."""
         observations = self.normalize(batch["observations"])
-        goals = self.normalize(batch["goals"])[:, None].expand(-1, observations.shape[1], -1)
+        goals = self.actor_goals(batch["goals"])[:, None].expand(-1, observations.shape[1], -1)
         q = self.q_values(batch) if self.q_head is not None else None
         return self.decoder.readout(self.tokens(observations, goals, q, batch["actions"]))
