@@ -79,3 +79,43 @@ def test_masked_entries_get_no_gradient():
     x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     losses.masked_mean(x.square(), losses.shares(torch.tensor([1, 0, 1]))).backward()
     assert x.grad.tolist() == [1.0, 0.0, 3.0]
+
+
+def test_expectile_by_an_advantage_of_its_own():
+    """0.9 where A >= 0, 0.1 elsewhere, whatever the error's sign; with A = error it is the expectile."""
+    advantage, error = torch.tensor([1.0, -1.0, 0.0, -2.0]), torch.tensor([-2.0, 3.0, 1.0, -1.0])
+    expected = torch.tensor([0.9 * 4, 0.1 * 9, 0.9, 0.1])
+    torch.testing.assert_close(losses.expectile_by(advantage, error, 0.9), expected)
+    torch.testing.assert_close(losses.expectile_by(error, error, 0.9), losses.expectile(error, 0.9))
+
+
+def test_awr_weight_by_hand():
+    """exp(10 A), at most 100: e^1, e^-5, 1, and e^10 cut; no gradient."""
+    advantage = torch.tensor([0.1, -0.5, 0.0, 1.0], requires_grad=True)
+    weight = losses.awr_weight(advantage, 10.0)
+    torch.testing.assert_close(weight, torch.tensor([math.e, math.exp(-5), 1.0, 100.0]))
+    assert not weight.requires_grad
+
+
+def test_ddpg_bc_by_hand():
+    """q = 1, -3: -(-1) / 2 plus 0.3 times the mean of 2, 4; q's gradient sees the divisor as a constant."""
+    q, nll = torch.tensor([1.0, -3.0], requires_grad=True), torch.tensor([2.0, 4.0])
+    loss = losses.ddpg_bc(q, nll, 0.3)
+    assert float(loss.detach()) == pytest.approx(0.5 + 0.3 * 3.0, rel=1e-5)
+    loss.backward()
+    torch.testing.assert_close(q.grad, torch.tensor([-0.25, -0.25]), rtol=1e-5, atol=0)
+    zero = torch.zeros(3, requires_grad=True)
+    losses.ddpg_bc(zero, torch.zeros(3), 0.3).backward()
+    assert zero.grad.isfinite().all()
+
+
+def test_binary_nce_by_hand():
+    """-log sigmoid(l) on the diagonal, -log sigmoid(-l) off it, the mean over all of two tables."""
+    logits = torch.randn(2, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
+    total = 0.0
+    for e in range(2):
+        for i in range(5):
+            for k in range(5):
+                sign = 1.0 if i == k else -1.0
+                total += math.log(1 + math.exp(-sign * float(logits[e, i, k])))
+    assert float(losses.binary_nce(logits)) == pytest.approx(total / 50)

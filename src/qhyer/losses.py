@@ -32,6 +32,11 @@ def expectile(u: Tensor, tau: float) -> Tensor:
     return weight * u.square()
 
 
+def expectile_by(advantage: Tensor, error: Tensor, tau: float) -> Tensor:
+    """(tau where A >= 0, else 1 - tau) error^2: the expectile, its sign read off an advantage of its own."""
+    return torch.where(advantage < 0, 1.0 - tau, tau) * error.square()
+
+
 def quantile(u: Tensor, tau: float) -> Tensor:
     """Pinball loss: |tau - 1(u < 0)| |u|, the L1 sibling of the expectile."""
     weight = torch.where(u < 0, 1.0 - tau, tau)
@@ -52,3 +57,25 @@ def gaussian_nll(mean: Tensor, target: Tensor, std: float = 1.0) -> Tensor:
 def gelu(x: Tensor) -> Tensor:
     """The tanh form, which is what flax (and so OGBench) calls gelu."""
     return F.gelu(x, approximate="tanh")
+
+
+def awr_weight(advantage: Tensor, temperature: float, cap: float = 100.0) -> Tensor:
+    """min(exp(alpha A), cap), without gradient: what a sample counts in advantage-weighted regression."""
+    return (temperature * advantage.detach()).exp().clamp(max=cap)
+
+
+def ddpg_bc(q: Tensor, nll: Tensor, alpha: float) -> Tensor:
+    """-mean(q) / mean|q| + alpha mean(-log pi(a)): climb q, stay near the data.
+
+    Divided by its own magnitude (no gradient), q's scale does not matter, and alpha means the same everywhere.
+    """
+    scale = distributed.mean(q.detach().abs().mean()) + 1e-6
+    return -q.mean() / scale + alpha * nll.mean()
+
+
+def binary_nce(logits: Tensor) -> Tensor:
+    """Mean binary cross-entropy of a table (..., B, B) whose diagonal is positive and the rest negative.
+
+    With label y it is softplus(l) - y l, so that the labels need not be written down.
+    """
+    return F.softplus(logits).mean() - logits.diagonal(dim1=-2, dim2=-1).mean() / logits.shape[-1]

@@ -63,6 +63,8 @@ def mixture(
 ) -> Tensor:
     """OGBench's mixture: the state itself, a future one (geometric, or uniform when discount is None), or any row."""
     assert abs(p_current + p_trajectory + p_random - 1.0) < 1e-9
+    if p_random == 1.0:
+        return random_rows(generator, episodes, tuple(rows.shape))
     if discount is None:
         future = uniform_future(generator, episodes, rows)
     else:

@@ -52,6 +52,120 @@ class TransitionSampler:
 
 
 @dataclass(frozen=True)
+class GoalLaw:
+    """OGBench's mixture of goals: the state itself, a later one of its episode, any row. The shares sum to one."""
+
+    p_current: float = 0.0
+    p_trajectory: float = 1.0
+    p_random: float = 0.0
+    discount: float | None = None
+    """geometric future goals with this discount; uniform future goals when None"""
+
+    def draw(self, generator: torch.Generator, episodes: Episodes, rows: Tensor) -> Tensor:
+        return goals.mixture(
+            generator,
+            episodes,
+            rows,
+            p_current=self.p_current,
+            p_trajectory=self.p_trajectory,
+            p_random=self.p_random,
+            discount=self.discount,
+        )
+
+
+def _reward(rows: Tensor, goal_rows: Tensor, negative: bool) -> dict[str, Tensor]:
+    """A goal is reached where it is the very row: reward 0 there and -1 elsewhere (or 1 and 0), and nothing follows."""
+    reached = (rows == goal_rows).float()
+    return {"rewards": reached - 1.0 if negative else reached, "masks": 1.0 - reached}
+
+
+@dataclass(frozen=True)
+class ValueActorSamplerConfig:
+    """I.i.d. transitions with two goals each, one for the value and one for the actor, each from its own law."""
+
+    value: GoalLaw
+    actor: GoalLaw
+    negative: bool = True
+    """rewards -1 until the value's goal is reached and 0 there; otherwise 0 and 1"""
+
+    def build(self, episodes: Episodes, generator: torch.Generator) -> ValueActorSampler:
+        return ValueActorSampler(self, episodes, generator)
+
+
+class ValueActorSampler:
+    def __init__(self, config: ValueActorSamplerConfig, episodes: Episodes, generator: torch.Generator) -> None:
+        self.config, self.episodes, self.generator = config, episodes, generator
+
+    def sample(self, batch_size: int) -> dict[str, Tensor]:
+        data, generator = self.episodes, self.generator
+        rows = data.transitions[goals.random_index(generator, (batch_size,), data.num_transitions)]  # (B,)
+        value_rows = self.config.value.draw(generator, data, rows)
+        actor_rows = self.config.actor.draw(generator, data, rows)
+        return {
+            "rows": rows,
+            "value_goal_rows": value_rows,
+            "actor_goal_rows": actor_rows,
+            "observations": data.observations[rows],  # (B, d_s)
+            "actions": data.actions[rows],  # (B, d_a)
+            "next_observations": data.observations[rows + 1],  # (B, d_s)
+            "value_goals": data.observations[value_rows],  # (B, d_s)
+            "actor_goals": data.observations[actor_rows],  # (B, d_s)
+            **_reward(rows, value_rows, self.config.negative),  # (B,), (B,)
+        }
+
+
+@dataclass(frozen=True)
+class HierarchicalSamplerConfig:
+    """As ValueActorSampler's transitions, with the goals of two actors: one aims at the state `subgoal_steps` ahead,
+    one at that state on the way to a far goal."""
+
+    value: GoalLaw
+    subgoal_steps: int
+    p_random: float = 0.0
+    """chance that the high actor's goal is any row of the dataset instead of a future one"""
+    discount: float | None = None
+    """geometric future goals for the high actor; uniform ones when None"""
+    negative: bool = True
+    """rewards -1 until the value's goal is reached and 0 there; otherwise 0 and 1"""
+
+    def build(self, episodes: Episodes, generator: torch.Generator) -> HierarchicalSampler:
+        return HierarchicalSampler(self, episodes, generator)
+
+
+class HierarchicalSampler:
+    def __init__(self, config: HierarchicalSamplerConfig, episodes: Episodes, generator: torch.Generator) -> None:
+        self.config, self.episodes, self.generator = config, episodes, generator
+        self.future = GoalLaw(discount=config.discount)
+
+    def sample(self, batch_size: int) -> dict[str, Tensor]:
+        data, config, generator = self.episodes, self.config, self.generator
+        rows = data.transitions[goals.random_index(generator, (batch_size,), data.num_transitions)]  # (B,)
+        value_rows = config.value.draw(generator, data, rows)
+        low_rows = torch.minimum(rows + config.subgoal_steps, data.end_of[rows])
+        high_rows = self.future.draw(generator, data, rows)
+        target_rows = torch.minimum(low_rows, high_rows)  # no farther than a goal on the way
+        if config.p_random > 0.0:  # on the way to a random goal is whatever came next
+            swap = goals.uniform(generator, (batch_size,)) < config.p_random
+            high_rows = torch.where(swap, goals.random_rows(generator, data, (batch_size,)), high_rows)
+            target_rows = torch.where(swap, low_rows, target_rows)
+        return {
+            "rows": rows,
+            "value_goal_rows": value_rows,
+            "low_actor_goal_rows": low_rows,
+            "high_actor_goal_rows": high_rows,
+            "high_actor_target_rows": target_rows,
+            "observations": data.observations[rows],  # (B, d_s)
+            "actions": data.actions[rows],  # (B, d_a)
+            "next_observations": data.observations[rows + 1],  # (B, d_s)
+            "value_goals": data.observations[value_rows],  # (B, d_s)
+            "low_actor_goals": data.observations[low_rows],  # (B, d_s)
+            "high_actor_goals": data.observations[high_rows],  # (B, d_s)
+            "high_actor_targets": data.observations[target_rows],  # (B, d_s)
+            **_reward(rows, value_rows, config.negative),  # (B,), (B,)
+        }
+
+
+@dataclass(frozen=True)
 class WindowSamplerConfig:
     """K consecutive steps with one goal, for the decoder, and i.i.d. transitions with a goal each, for the flow.
 

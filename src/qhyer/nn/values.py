@@ -1,0 +1,124 @@
+"""Goal-conditioned values as OGBench's agents have them: doubled MLPs, bilinear critics, networks that lag behind.
+
+Values are kept in full precision whatever the training's: they run to -100 and policies are read off differences of
+less than one, which bfloat16's eight bits cannot hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qhyer.losses import gelu
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Ensemble(nn.Module):
+    """Several MLPs (nn/mlp.py), each with its own weights, on the same input: one batched product per layer.
+
+    (B, inputs) -> (members, B, outputs). What member i computes is what an `MLP` with its weights would.
+    """
+
+    def __init__(self, members: int, inputs: int, hidden: Sequence[int], outputs: int, layer_norm: bool = True) -> None:
+        super().__init__()
+        widths = [inputs, *hidden, outputs]
+        self.weights = nn.ParameterList(torch.empty(members, a, b) for a, b in itertools.pairwise(widths))
+        self.biases = nn.ParameterList(torch.zeros(members, 1, b) for b in widths[1:])
+        normed = hidden if layer_norm else ()
+        self.scales = nn.ParameterList(torch.ones(members, 1, b) for b in normed)
+        self.shifts = nn.ParameterList(torch.zeros(members, 1, b) for b in normed)
+        for member, weight in itertools.product(range(members), self.weights):
+            nn.init.xavier_uniform_(weight[member])  # fans of a member, not of the stack
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Inputs (B, d_1), (B, d_2), ... are read side by side."""
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            first = self.weights[0]
+            x = torch.cat([part.to(first.dtype) for part in inputs], dim=-1).expand(len(first), -1, -1)  # (m, B, d)
+            for i, (weight, bias) in enumerate(zip(self.weights, self.biases)):
+                x = torch.baddbmm(bias, x, weight)
+                if i + 1 == len(self.weights):
+                    break
+                x = gelu(x)
+                if len(self.scales):
+                    x = torch.addcmul(self.shifts[i], F.layer_norm(x, x.shape[-1:], eps=1e-6), self.scales[i])
+            return x
+
+
+class Value(nn.Module):
+    """V(s, g) or, with an action, Q(s, g, a): (members, B), one row per member."""
+
+    def __init__(self, members: int, inputs: int, hidden: Sequence[int], layer_norm: bool = True) -> None:
+        """inputs: the width of all that is passed, side by side."""
+        super().__init__()
+        self.net = Ensemble(members, inputs, hidden, 1, layer_norm)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.net(*inputs).squeeze(-1)
+
+
+class Bilinear(nn.Module):
+    """f(x, g) = phi(x)' psi(g) / sqrt(d), where x is a state, or a state and an action; several members."""
+
+    def __init__(
+        self, members: int, inputs: int, goals: int, hidden: Sequence[int], latent: int, layer_norm: bool = True
+    ) -> None:
+        super().__init__()
+        self.phi = Ensemble(members, inputs, hidden, latent, layer_norm)
+        self.psi = Ensemble(members, goals, hidden, latent, layer_norm)
+        self.factor = 1.0 / math.sqrt(latent)
+
+    def forward(self, goals: Tensor, *inputs: Tensor) -> Tensor:
+        """f(x_i, g_i): (members, B)."""
+        return (self.phi(*inputs) * self.psi(goals)).sum(-1) * self.factor
+
+    def table(self, goals: Tensor, *inputs: Tensor) -> Tensor:
+        """f(x_i, g_k) for every pair of the batch: (members, B, B)."""
+        with torch.autocast(goals.device.type, enabled=False):
+            return self.phi(*inputs) @ self.psi(goals).mT * self.factor
+
+
+# ------------------------------------------------------------------------------------------------ target networks
+
+
+def target_of(network: M) -> M:
+    """A copy that no gradient reaches; it starts equal."""
+    return copy.deepcopy(network).requires_grad_(False)
+
+
+def follow(optimizer: torch.optim.Optimizer, target: nn.Module, network: nn.Module, rate: float) -> None:
+    """From now on target <- (1 - rate) target + rate network, just before each step of the optimiser.
+
+    Before it, as in OGBench: the target moves towards the weights at which the gradient was taken, not towards those
+    that the step makes of them.
+    """
+    lagging: list[Tensor] = list(target.parameters())
+    leading: list[Tensor] = list(network.parameters())
+
+    @torch.no_grad()
+    def move(*_: object) -> None:
+        torch._foreach_lerp_(lagging, leading, rate)
+
+    optimizer.register_step_pre_hook(move)
+
+
+@contextlib.contextmanager
+def frozen(*networks: nn.Module) -> Iterator[None]:
+    """Inside, gradients pass through these networks and not into them: an actor climbs a critic and leaves it be."""
+    parameters = [p for network in networks for p in network.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
