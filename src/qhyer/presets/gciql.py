@@ -1,0 +1,17 @@
+"""GCIQL: OGBench's settings. The actor is ddpgbc everywhere, alpha by kind of data."""
+
+from qhyer.presets import Rule
+
+CODE = "OGBench impls/agents/gciql.py at 1d41409"
+TABLE = "OGBench impls/hyperparameters.sh at 1d41409"
+
+PRESETS = {
+    "paper": [
+        Rule("*", f"{CODE}: the defaults of GCIQLConfig"),
+        Rule("*-play-*", f"{TABLE}: alpha of cube, scene and puzzle, play", dict(alpha=1.0)),
+        Rule("*-noisy-*", f"{TABLE}: alpha of cube, scene and puzzle, noisy", dict(alpha=0.03)),
+        Rule("pointmaze-*", f"{TABLE}: alpha of pointmaze", dict(alpha=0.003)),
+        Rule("*-stitch-*", f"{TABLE}: actor_p_randomgoal 0.5", dict(actor_p_random=0.5)),
+        Rule("pointmaze-giant-*", f"{TABLE}: discount", dict(discount=0.995)),
+    ],
+}
