@@ -1,0 +1,170 @@
+"""HIQL: hierarchical implicit Q-learning (Park et al., 2023), as in OGBench's reference implementation.
+
+Idea. One value V(s, g), learnt without actions, and two policies read off it. The high one names a subgoal some steps
+ahead, the low one the action towards it: far away, where V is noisy, it only has to tell good subgoals from bad, whose
+values differ far more than those of neighbouring states. A subgoal is the representation phi([s; w]) that V itself
+has learnt.
+Paper. HIQL: Offline Goal-Conditioned RL with Latent States as Actions, NeurIPS 2023; protocol of OGBench, ICLR 2025.
+Code. seohongpark/ogbench, impls/agents/hiql.py at 1d41409.
+Deviations. The final state of an episode may be a goal, and the state reached by its last action a subgoal (OGBench's
+index arithmetic leaves it out).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.data.episodes import DataSpec
+from qhyer.data.samplers import GoalLaw, HierarchicalSamplerConfig
+from qhyer.errors import require
+from qhyer.losses import awr_weight, expectile_by, gaussian_nll
+from qhyer.nn.mlp import MLP
+from qhyer.nn.representations import GoalRepresentation, to_sphere
+from qhyer.nn.values import Value, follow, target_of
+
+
+@dataclass(frozen=True)
+class HIQLConfig(AgentConfig):
+    actor_hidden: tuple[int, ...] = (512, 512, 512)
+    """widths of both actors' hidden layers"""
+    value_hidden: tuple[int, ...] = (512, 512, 512)
+    """widths of the hidden layers of the value and of the goal representation"""
+    representation: int = 10
+    """width of phi([s; g]), the high actor's action"""
+    subgoal_steps: int = 25
+    """k: subgoals lie this many steps ahead"""
+    discount: float = 0.99
+    """gamma, of the value and of its future goals"""
+    expectile: float = 0.7
+    """tau of the value: towards 1, the best that the data can do"""
+    target_rate: float = 0.005
+    """how far the target value moves towards the value at each update"""
+    alpha_low: float = 3.0
+    """inverse temperature of the low actor's weights: 0 imitates, more prefers what the value prefers"""
+    alpha_high: float = 3.0
+    """the same, of the high actor"""
+    low_actor_rep_grad: bool = False
+    """let the low actor shape the representation, too (OGBench: with images)"""
+    value_p_current: float = 0.2
+    """chance that a value's goal is the state itself"""
+    value_p_trajectory: float = 0.5
+    """chance that it is a later state of the episode, geometrically far; else it is any row"""
+    actor_p_random: float = 0.0
+    """chance that the high actor's goal is any row instead of a later state of the episode, uniform"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.representation >= 1 and self.subgoal_steps >= 1, "representation, subgoal_steps: at least 1")
+        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
+        require(0.0 < self.expectile < 1.0, "expectile must lie between 0 and 1")
+        require(0.0 < self.target_rate <= 1.0, "target_rate must be above 0 and at most 1")
+        require(self.alpha_low >= 0.0 and self.alpha_high >= 0.0, "alpha_low and alpha_high cannot be negative")
+        require(0.0 <= self.actor_p_random <= 1.0, "actor_p_random must lie between 0 and 1")
+        require(
+            min(self.value_p_current, self.value_p_trajectory) >= 0.0
+            and self.value_p_current + self.value_p_trajectory <= 1.0,
+            "value_p_current and value_p_trajectory are chances and sum to at most 1",
+        )
+
+
+class HIQL(Agent):
+    Config = HIQLConfig
+    config: HIQLConfig
+
+    def __init__(self, config: HIQLConfig, spec: DataSpec) -> None:
+        super().__init__(config, spec)
+        d_s, d_z = spec.observation_dim, config.representation
+        self.phi = GoalRepresentation(2 * d_s, config.value_hidden, d_z)
+        self.value = Value(2, d_s + d_z, config.value_hidden)
+        # The means start near zero: flax variance scale 1e-2.
+        self.low_actor = MLP(d_s + d_z, config.actor_hidden, spec.action_dim, final_scale=1e-2)
+        self.high_actor = MLP(2 * d_s, config.actor_hidden, d_z, final_scale=1e-2)
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=config.learning_rate)
+        # Only the head lags: value, target and low actor share one phi.
+        self.target_value = target_of(self.value)
+        follow(self.optimizer, self.target_value, self.value, config.target_rate)
+
+    # --------------------------------------------------------------------------------------------- the value
+
+    def value_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Expectile regression of V(s, g) on r + gamma V(s', g), the action being whatever the data did.
+
+        Its maximum over actions is one over outcomes, too: exact where the world is deterministic. Where an outcome
+        counts as good is decided by the targets, the lesser of the two at s'; each head then regresses on its own.
+        """
+        s, s_next, g = batch["observations"], batch["next_observations"], batch["value_goals"]
+        z = self.phi(s, g)  # (B, d_z)
+        with torch.no_grad():
+            v_next = self.target_value(s_next, self.phi(s_next, g))  # (2, B)
+            q = batch["rewards"] + self.config.discount * batch["masks"] * v_next  # (2, B)
+            # r + gamma m min_j V_j is the least of the q_j.
+            advantage = q.amin(0) - self.target_value(s, z).mean(0)  # (B,)
+        v = self.value(s, z)  # (2, B)
+        loss = expectile_by(advantage, q - v, self.config.expectile).mean(-1).sum()
+        return loss, {"value/loss": loss.detach(), "value/mean": v.detach().mean()}
+
+    @torch.no_grad()
+    def gain(self, start: Tensor, end: Tensor, goals: Tensor) -> Tensor:
+        """V(end, g) - V(start, g), the mean of both heads (B,): what going there is worth."""
+        return (self.value(end, self.phi(end, goals)) - self.value(start, self.phi(start, goals))).mean(0)
+
+    # -------------------------------------------------------------------------------------------- the actors
+
+    def low_actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """-E[exp(alpha A) log pi_l(a | s, phi([s; w]))], A = V(s', w) - V(s, w), w the state k steps ahead."""
+        s, w = batch["observations"], batch["low_actor_goals"]
+        advantage = self.gain(s, batch["next_observations"], w)  # (B,)
+        z = self.phi(s, w)  # (B, d_z)
+        mean = self.low_actor(torch.cat([s, z if self.config.low_actor_rep_grad else z.detach()], dim=-1))
+        loss = (awr_weight(advantage, self.config.alpha_low) * gaussian_nll(mean, batch["actions"])).mean()
+        return loss, {
+            "low_actor/loss": loss.detach(),
+            "low_actor/advantage": advantage.mean(),
+            "low_actor/mse": (mean - batch["actions"]).detach().square().mean(),
+        }
+
+    def high_actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """-E[exp(alpha A) log pi_h(phi([s; w]) | s, g)], A = V(w, g) - V(s, g), w k steps ahead or g if nearer."""
+        s, w, g = batch["observations"], batch["high_actor_targets"], batch["high_actor_goals"]
+        advantage = self.gain(s, w, g)  # (B,)
+        target = self.phi(s, w).detach()  # (B, d_z)
+        mean = self.high_actor(torch.cat([s, g], dim=-1))
+        loss = (awr_weight(advantage, self.config.alpha_high) * gaussian_nll(mean, target)).mean()
+        return loss, {
+            "high_actor/loss": loss.detach(),
+            "high_actor/advantage": advantage.mean(),
+            "high_actor/mse": (mean - target).detach().square().mean(),
+        }
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """All three at once, on the same transitions; each has its own parameters."""
+        value, value_metrics = self.value_loss(batch)
+        low, low_metrics = self.low_actor_loss(batch)
+        high, high_metrics = self.high_actor_loss(batch)
+        return value + low + high, value_metrics | low_metrics | high_metrics
+
+    def stages(self) -> tuple[Stage, ...]:
+        config = self.config
+        sampler = HierarchicalSamplerConfig(
+            value=GoalLaw(
+                p_current=config.value_p_current,
+                p_trajectory=config.value_p_trajectory,
+                p_random=1.0 - config.value_p_current - config.value_p_trajectory,
+                discount=config.discount,
+            ),
+            subgoal_steps=config.subgoal_steps,
+            p_random=config.actor_p_random,
+        )
+        return (Stage("joint", config.steps, config.batch_size, sampler, self.loss, (self.optimizer,)),)
+
+    # ------------------------------------------------------------------------------------------------ acting
+
+    @torch.no_grad()
+    def act(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
+        """A new subgoal at every step, put back on the sphere where phi lives; then the action towards it."""
+        z = to_sphere(self.high_actor(torch.cat([observation, goal], dim=-1)))  # (n, d_z)
+        return self.low_actor(torch.cat([observation, z], dim=-1)).clamp(-1.0, 1.0), None
