@@ -101,3 +101,7 @@ class Agent(nn.Module, ABC):
 
         `memory` is None at the first step of the episodes; they run in lock-step. Deterministic (temperature 0).
         """
+
+    def acting_state(self) -> dict[str, Tensor]:
+        """The part of the state that `act` reads: what an exported model holds. All of it, unless overridden."""
+        return self.state_dict()

@@ -353,6 +353,10 @@ class QHyer(Agent):
             return action, None
         return action, {key: value[:, -keep:] for key, value in after.items()}
 
+    def acting_state(self) -> dict[str, Tensor]:
+        """All but the critic: acting reads Q-hat alone."""
+        return {name: value for name, value in super().acting_state().items() if not name.startswith("critic.")}
+
     @torch.no_grad()
     def readout(self, batch: Batch) -> list[dict[str, Tensor]]:
         """Per block, on a batch of windows: alpha, Delta_t and A_bar_t (the paper's memory analysis)."""
