@@ -52,7 +52,7 @@ def by_hand():
     """by_hand(alpha_low=1.0): an agent on the line whose networks are the ones above."""
 
     def make(**options):
-        config = HIQLConfig(**{"representation": 1, "value_hidden": (8,), "actor_hidden": (8,), **options})
+        config = HIQLConfig(**{"representation": 1, "value_hidden": (8,), "hidden": (8,), **options})
         agent = runs.build_agent("hiql", config, line().spec(), 0)
         agent.phi, agent.value, agent.target_value = Goal(), Distance(0.5, 1.0), Distance(1.0, 2.0)
         agent.low_actor = agent.high_actor = Nothing()
@@ -78,6 +78,7 @@ def test_value_loss(by_hand):
     loss, metrics = by_hand(discount=0.5).value_loss(batch)
     assert float(loss) == pytest.approx((0.7 * 0.25 + 0.3 * 6.25 + 0.0) / 3)
     assert float(metrics["value/mean"]) == pytest.approx(-0.75 * (3 + 3 + 0) / 3)
+    assert float(metrics["value/min"]) == pytest.approx(-3.0) and float(metrics["value/max"]) == 0.0
 
 
 def test_low_actor_loss(by_hand):
@@ -92,6 +93,7 @@ def test_low_actor_loss(by_hand):
     loss, metrics = by_hand(alpha_low=2.0).low_actor_loss(batch)
     assert float(loss) == pytest.approx((math.exp(1.5) * nll[0] + math.exp(-1.5) * nll[1]) / 2, rel=1e-5)
     assert float(metrics["low_actor/advantage"]) == pytest.approx(0.0)
+    assert float(metrics["low_actor/weight"]) == pytest.approx(math.cosh(1.5))
     assert float(metrics["low_actor/mse"]) == pytest.approx((0.16 + 1.0) / 2)
     loss, _ = by_hand(alpha_low=0.0).low_actor_loss(batch)  # imitation
     assert float(loss) == pytest.approx(sum(nll) / 2, rel=1e-5)
@@ -202,7 +204,7 @@ def test_presets():
 
 
 def test_goal_laws_reach_the_sampler(tiny_agent, point_world):
-    agent = tiny_agent("hiql", value_p_current=0.0, value_p_trajectory=1.0, subgoal_steps=5, actor_p_random=1.0)
+    agent = tiny_agent("hiql", value_p_current=0.0, value_p_random=0.0, subgoal_steps=5, actor_p_random=1.0)
     batch = draw(agent, point_world, 512)
     rows, ends = batch["rows"], point_world.end_of[batch["rows"]]
     assert ((batch["value_goal_rows"] > rows) & (batch["value_goal_rows"] <= ends)).all()
@@ -238,7 +240,7 @@ def walker():
         steps=300,
         batch_size=192,
         learning_rate=3e-3,
-        actor_hidden=(32, 32),
+        hidden=(32, 32),
         value_hidden=(32, 32),
         representation=4,
         subgoal_steps=4,

@@ -29,7 +29,7 @@ from qhyer.nn.values import Value, follow, target_of
 
 @dataclass(frozen=True)
 class HIQLConfig(AgentConfig):
-    actor_hidden: tuple[int, ...] = (512, 512, 512)
+    hidden: tuple[int, ...] = (512, 512, 512)
     """widths of both actors' hidden layers"""
     value_hidden: tuple[int, ...] = (512, 512, 512)
     """widths of the hidden layers of the value and of the goal representation"""
@@ -51,10 +51,10 @@ class HIQLConfig(AgentConfig):
     """let the low actor shape the representation, too (OGBench: with images)"""
     value_p_current: float = 0.2
     """chance that a value's goal is the state itself"""
-    value_p_trajectory: float = 0.5
-    """chance that it is a later state of the episode, geometrically far; else it is any row"""
+    value_p_random: float = 0.3
+    """chance that it is any row of the dataset; otherwise it lies ahead in the episode"""
     actor_p_random: float = 0.0
-    """chance that the high actor's goal is any row instead of a later state of the episode, uniform"""
+    """chance that a high actor's goal is any row; otherwise it lies ahead in the episode"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,11 +64,8 @@ class HIQLConfig(AgentConfig):
         require(0.0 < self.target_rate <= 1.0, "target_rate must be above 0 and at most 1")
         require(self.alpha_low >= 0.0 and self.alpha_high >= 0.0, "alpha_low and alpha_high cannot be negative")
         require(0.0 <= self.actor_p_random <= 1.0, "actor_p_random must lie between 0 and 1")
-        require(
-            min(self.value_p_current, self.value_p_trajectory) >= 0.0
-            and self.value_p_current + self.value_p_trajectory <= 1.0,
-            "value_p_current and value_p_trajectory are chances and sum to at most 1",
-        )
+        require(min(self.value_p_current, self.value_p_random) >= 0.0, "chances of goals cannot be negative")
+        require(self.value_p_current + self.value_p_random <= 1.0, "the value's chances of goals exceed one")
 
 
 class HIQL(Agent):
@@ -81,9 +78,9 @@ class HIQL(Agent):
         self.phi = GoalRepresentation(2 * d_s, config.value_hidden, d_z)
         self.value = Value(2, d_s + d_z, config.value_hidden)
         # The means start near zero: flax variance scale 1e-2.
-        self.low_actor = MLP(d_s + d_z, config.actor_hidden, spec.action_dim, final_scale=1e-2)
-        self.high_actor = MLP(2 * d_s, config.actor_hidden, d_z, final_scale=1e-2)
-        self.optimizer = torch.optim.Adam(self.parameters(), lr=config.learning_rate)
+        self.low_actor = MLP(d_s + d_z, config.hidden, spec.action_dim, final_scale=1e-2)
+        self.high_actor = MLP(2 * d_s, config.hidden, d_z, final_scale=1e-2)
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=config.learning_rate, fused=True)
         # Only the head lags: value, target and low actor share one phi.
         self.target_value = target_of(self.value)
         follow(self.optimizer, self.target_value, self.value, config.target_rate)
@@ -99,18 +96,21 @@ class HIQL(Agent):
         s, s_next, g = batch["observations"], batch["next_observations"], batch["value_goals"]
         z = self.phi(s, g)  # (B, d_z)
         with torch.no_grad():
-            v_next = self.target_value(s_next, self.phi(s_next, g))  # (2, B)
+            z_next = self.phi(s_next, g)
+            v_next, v_here = self.target_value(torch.cat([s_next, s]), torch.cat([z_next, z])).chunk(2, dim=1)  # (2, B)
             q = batch["rewards"] + self.config.discount * batch["masks"] * v_next  # (2, B)
-            # r + gamma m min_j V_j is the least of the q_j.
-            advantage = q.amin(0) - self.target_value(s, z).mean(0)  # (B,)
+            advantage = q.amin(0) - v_here.mean(0)  # (B,); the least q is that of the lesser value
         v = self.value(s, z)  # (2, B)
-        loss = expectile_by(advantage, q - v, self.config.expectile).mean(-1).sum()
-        return loss, {"value/loss": loss.detach(), "value/mean": v.detach().mean()}
+        loss = expectile_by(advantage, q - v, self.config.expectile).sum(0).mean()
+        metrics = {"value/loss": loss, "value/mean": v.mean(), "value/min": v.min(), "value/max": v.max()}
+        return loss, {name: metric.detach() for name, metric in metrics.items()}
 
     @torch.no_grad()
     def gain(self, start: Tensor, end: Tensor, goals: Tensor) -> Tensor:
         """V(end, g) - V(start, g), the mean of both heads (B,): what going there is worth."""
-        return (self.value(end, self.phi(end, goals)) - self.value(start, self.phi(start, goals))).mean(0)
+        states = torch.cat([end, start])
+        after, before = self.value(states, self.phi(states, torch.cat([goals, goals]))).mean(0).chunk(2)
+        return after - before
 
     # -------------------------------------------------------------------------------------------- the actors
 
@@ -120,11 +120,13 @@ class HIQL(Agent):
         advantage = self.gain(s, batch["next_observations"], w)  # (B,)
         z = self.phi(s, w)  # (B, d_z)
         mean = self.low_actor(torch.cat([s, z if self.config.low_actor_rep_grad else z.detach()], dim=-1))
-        loss = (awr_weight(advantage, self.config.alpha_low) * gaussian_nll(mean, batch["actions"])).mean()
+        weight = awr_weight(advantage, self.config.alpha_low)
+        loss = (weight * gaussian_nll(mean, batch["actions"])).mean()
         return loss, {
             "low_actor/loss": loss.detach(),
+            "low_actor/mse": (mean.detach() - batch["actions"]).square().mean(),
             "low_actor/advantage": advantage.mean(),
-            "low_actor/mse": (mean - batch["actions"]).detach().square().mean(),
+            "low_actor/weight": weight.mean(),
         }
 
     def high_actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -133,11 +135,13 @@ class HIQL(Agent):
         advantage = self.gain(s, w, g)  # (B,)
         target = self.phi(s, w).detach()  # (B, d_z)
         mean = self.high_actor(torch.cat([s, g], dim=-1))
-        loss = (awr_weight(advantage, self.config.alpha_high) * gaussian_nll(mean, target)).mean()
+        weight = awr_weight(advantage, self.config.alpha_high)
+        loss = (weight * gaussian_nll(mean, target)).mean()
         return loss, {
             "high_actor/loss": loss.detach(),
+            "high_actor/mse": (mean.detach() - target).square().mean(),
             "high_actor/advantage": advantage.mean(),
-            "high_actor/mse": (mean - target).detach().square().mean(),
+            "high_actor/weight": weight.mean(),
         }
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -149,13 +153,9 @@ class HIQL(Agent):
 
     def stages(self) -> tuple[Stage, ...]:
         config = self.config
+        current, anywhere = config.value_p_current, config.value_p_random
         sampler = HierarchicalSamplerConfig(
-            value=GoalLaw(
-                p_current=config.value_p_current,
-                p_trajectory=config.value_p_trajectory,
-                p_random=1.0 - config.value_p_current - config.value_p_trajectory,
-                discount=config.discount,
-            ),
+            value=GoalLaw(current, 1.0 - current - anywhere, anywhere, config.discount),
             subgoal_steps=config.subgoal_steps,
             p_random=config.actor_p_random,
         )

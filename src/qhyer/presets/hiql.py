@@ -2,13 +2,17 @@
 
 from qhyer.presets import Rule
 
-CODE = "OGBench impls/hyperparameters.sh at 1d41409"
+CODE = "OGBench impls/agents/hiql.py at 1d41409"
+TABLE = "OGBench impls/hyperparameters.sh at 1d41409"
 
 PRESETS = {
     "paper": [
-        Rule("*", "OGBench impls/agents/hiql.py and hyperparameters.sh at 1d41409: the defaults of HIQLConfig"),
-        *[Rule(pattern, CODE, dict(subgoal_steps=10)) for pattern in ("cube-*", "scene-*", "puzzle-*")],
-        Rule("*-giant-*", CODE, dict(discount=0.995)),
-        Rule("*-stitch-*", CODE, dict(actor_p_random=0.5)),
+        Rule("*", f"{CODE} and {TABLE}: the defaults of HIQLConfig; both alphas are 3 everywhere"),
+        *[
+            Rule(pattern, f"{TABLE}: subgoal_steps", dict(subgoal_steps=10))
+            for pattern in ("cube-*", "scene-*", "puzzle-*")
+        ],
+        Rule("*-stitch-*", f"{TABLE}: actor_p_randomgoal 0.5", dict(actor_p_random=0.5)),
+        Rule("pointmaze-giant-*", f"{TABLE}: discount", dict(discount=0.995)),
     ],
 }
