@@ -125,6 +125,16 @@ def test_acting_puts_the_subgoal_back_on_the_sphere(tiny_agent, point_world, sha
     torch.testing.assert_close(agent.act(s, g, None)[0], expected)
 
 
+def test_the_actors_are_all_that_acting_reads(tiny_agent, point_world, shake):
+    agent, other = tiny_agent("hiql"), tiny_agent("hiql", seed=1)
+    shake(agent)
+    state = agent.acting_state()
+    assert {name.split(".")[0] for name in state if "." in name} == {"low_actor", "high_actor"}
+    other.load_state_dict(state, strict=False)
+    s, g = point_world.observations[:5], point_world.observations[20:25]
+    assert torch.equal(agent.act(s, g, None)[0], other.act(s, g, None)[0])
+
+
 def test_representation_is_normalised_and_a_function_of_both():
     torch.manual_seed(0)
     phi = GoalRepresentation(6, (16,), 10)

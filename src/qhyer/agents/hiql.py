@@ -168,3 +168,8 @@ class HIQL(Agent):
         """A new subgoal at every step, put back on the sphere where phi lives; then the action towards it."""
         z = to_sphere(self.high_actor(torch.cat([observation, goal], dim=-1)))  # (n, d_z)
         return self.low_actor(torch.cat([observation, z], dim=-1)).clamp(-1.0, 1.0), None
+
+    def acting_state(self) -> dict[str, Tensor]:
+        """The two actors: acting reads neither the value nor phi, which the high actor has learnt to name."""
+        skipped = ("phi.", "value.", "target_value.")
+        return {name: value for name, value in super().acting_state().items() if not name.startswith(skipped)}
