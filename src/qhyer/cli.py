@@ -26,12 +26,14 @@ COMMANDS = {
     "demo": "data, QHyer and a baseline trained, evaluated and reported, in minutes on a laptop",
     "data": "generate | check | info | list: datasets",
     "train": "AGENT DATASET: train an agent",
-    "eval": "RUN...: evaluate trained runs",
+    "eval": "RUN... | --model NAME: evaluate trained runs, or an exported model",
+    "export": "RUN: write its policy as a small model to pass on",
+    "show": "RUN | MODEL: one episode as an animation and a strip of pictures",
     "sweep": "MANIFEST: train and evaluate many: agents × datasets × seeds, here or on a Ray cluster",
     "report": "RUN...: one page with tables and figures",
-    "analyze": "NAME RUN...: answer one question about a run",
+    "analyze": "NAME [RUN...]: answer one question, about runs or on its own",
     "bench": "all | train | scan | infer | eval | data: how fast it is here",
-    "list": "agents | datasets | presets | analyses: what there is",
+    "list": "agents | datasets | presets | analyses | models: what there is",
     "doctor": "what works on this machine, and what to do about what does not",
 }
 
@@ -83,6 +85,8 @@ def _dispatch(args: list[str]) -> int | None:
         "data": _data,
         "train": _train,
         "eval": _eval,
+        "export": _export,
+        "show": _show,
         "sweep": _sweep,
         "report": _report,
         "analyze": _analyze,
@@ -215,6 +219,10 @@ def _train(args: list[str]) -> int | None:
 class _EvalOptions:
     """Options of `qhyer eval` that are not the protocol's."""
 
+    model: str | None = None
+    """instead of runs: an exported model, by name (`qhyer list models`) or folder"""
+    out: Path | None = None
+    """of a model: the folder for its rows; runs/eval-NAME when not given"""
     step: int | None = None
     """evaluate this checkpoint instead of the last"""
     env: str | None = None
@@ -245,10 +253,28 @@ def _eval(args: list[str]) -> int | None:
         options_type,
         args=args,
         prog="qhyer eval",
-        description="Evaluate trained runs on every task of their environment; rows go to RUN/episodes.csv.",
+        description="Evaluate trained runs, or a model, on every task of the environment; rows go to RUN/episodes.csv.",
     )
+    if options.model is not None:
+        if options.runs or options.step is not None:
+            raise UserError("--model goes without runs and without --step: qhyer eval --model NAME")
+        from qhyer.models import evaluate_model
+
+        rate, out = evaluate_model(
+            options.model,
+            options.eval,
+            out=options.out,
+            environment=options.env,
+            device=options.device,
+            workers=options.workers,
+            overwrite=options.overwrite,
+        )
+        print(f"{options.model}: success {100 * rate:.1f} % (rows in {out})")
+        return 0
     if not options.runs:
-        raise UserError("give at least one run's folder: qhyer eval RUN...")
+        raise UserError("give at least one run's folder: qhyer eval RUN..., or a model: qhyer eval --model NAME")
+    if options.out is not None:
+        raise UserError("--out goes with --model; the rows of a run stay with the run")
     for run in options.runs:
         rate = evaluate_run(
             run,
@@ -260,6 +286,50 @@ def _eval(args: list[str]) -> int | None:
             overwrite=options.overwrite,
         )
         print(f"{run}: success {100 * rate:.1f} %")
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------------- models
+
+
+def _export(args: list[str]) -> int | None:
+    from qhyer.models import export_command
+
+    return tyro.cli(export_command, args=args, prog="qhyer export")
+
+
+def _show(args: list[str]) -> int | None:
+    from qhyer.show import show
+
+    return tyro.cli(show, args=args, prog="qhyer show")
+
+
+def _list_models() -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from qhyer import models
+
+    found = models.available()
+    if not found:
+        raise UserError(
+            f"there are no models (looked in {', '.join(map(str, models.folders()))}); `qhyer export RUN` makes one"
+        )
+    table = Table()
+    for column in ("model", "agent", "dataset", "updates", "success %", "by task", "MB"):
+        table.add_column(column, overflow="fold")
+    for name, folder in found.items():
+        try:
+            about = models.read(folder)
+        except UserError as error:
+            table.add_row(name, "", str(error), "", "", "", "")
+            continue
+        scores = about["scores"]
+        mean = f"{100 * scores['mean']:.1f}" if scores else "not evaluated"
+        tasks = " ".join(f"{100 * task['success']:.0f}" for task in scores["tasks"].values()) if scores else ""
+        size = f"{models.megabytes(about):.1f}"
+        table.add_row(name, about["agent"], about["dataset"], f"{about['updates']}", mean, tasks, size)
+    Console().print(table)
     return 0
 
 
@@ -281,7 +351,7 @@ def _report(args: list[str]) -> int | None:
 def _analyze(args: list[str]) -> int | None:
     from qhyer.analyses import commands
 
-    return tyro.cli(commands.analyze, args=args, prog="qhyer analyze")
+    return commands.main(args)
 
 
 def _bench(args: list[str]) -> int | None:
@@ -316,7 +386,7 @@ def _demo(args: list[str]) -> int | None:
 
 
 def _list(args: list[str]) -> int | None:
-    def show(what: tyro.conf.Positional[Literal["agents", "datasets", "presets", "analyses"]]) -> int:
+    def show(what: tyro.conf.Positional[Literal["agents", "datasets", "presets", "analyses", "models"]]) -> int:
         """Print what there is."""
         from rich.console import Console
         from rich.table import Table
@@ -325,6 +395,8 @@ def _list(args: list[str]) -> int | None:
             from qhyer.data import commands
 
             return commands.list_() or 0
+        if what == "models":
+            return _list_models()
         from qhyer import agents, presets
 
         table = Table()

@@ -189,7 +189,7 @@ def graphed(agent: Agent, device: torch.device) -> GraphedPolicy | None:
 
 
 @contextlib.contextmanager
-def _evaluation_mode(agent: Agent) -> Iterator[torch.device]:
+def evaluation_mode(agent: Agent) -> Iterator[torch.device]:
     """Evaluation leaves no trace: mode, torch's and numpy's random states and torch's threads are put back.
 
     One thread: batches are small, and threads that wait for each other beside busy workers cost more than they do.
@@ -234,7 +234,7 @@ def evaluate(
     started = workers if isinstance(workers, Workers) else None
     with (
         contextlib.nullcontext(started) if started else Workers(environment, workers) as pool,  # type: ignore[arg-type]
-        _evaluation_mode(agent) as device,
+        evaluation_mode(agent) as device,
     ):
         policy: Policy = agent.act
         rows: int | None = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -177,32 +177,59 @@ def evaluate_run(
 
     An earlier evaluation of the same checkpoint is replaced; a longer one only with `overwrite`.
     """
-    config = config or EvalConfig()
     info = read(run)
     environment = environment or info.get("environment")
     if environment is None:
         raise UserError(f"{run} was trained on own data; name the environment to evaluate in with --env")
     device = resolve_device(device)
+    results, at, about = evaluate_agent(
+        lambda: load_agent(run, step, device),
+        f"evaluating {info['agent']} on {environment}",
+        environment,
+        config or EvalConfig(),
+        rows=Path(run) / "episodes.csv",
+        workers=workers,
+        overwrite=overwrite,
+        quiet=quiet,
+    )
+    save_evaluation(run, at, results, environment, about)
+    return success_rate(results)
+
+
+def evaluate_agent(
+    load: Callable[[], tuple[Agent, int]],
+    title: str,
+    environment: str,
+    config: EvalConfig,
+    *,
+    rows: Path,
+    workers: int | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> tuple[list[EpisodeResult], int, About]:
+    """The protocol for whatever `load` brings (an agent and its updates) -> results, updates, the environment.
+
+    Nothing is written; `rows` is where the caller keeps them, so that a longer evaluation there is not lost.
+    """
     with Workers(environment, workers) as pool:  # they start while the agent is loaded
-        agent, at = load_agent(run, step, device)
+        agent, at = load()
         about = pool.about()
         if about.observation_dim != agent.spec.observation_dim:
             raise UserError(
-                f"{environment} has observations of {about.observation_dim} numbers, {run} was trained on "
+                f"{environment} has observations of {about.observation_dim} numbers, this policy was trained on "
                 f"{agent.spec.observation_dim}; name the environment of its data with --env"
             )
         total = config.episodes * (about.tasks if config.tasks is None else len(config.tasks))
-        earlier = sum(row.step == at for row in read_rows(Path(run) / "episodes.csv"))
+        earlier = sum(row.step == at for row in read_rows(rows))
         if earlier > total and not overwrite:
             raise UserError(
-                f"{run} has an evaluation of {earlier} episodes of this checkpoint; --overwrite replaces it"
+                f"{rows.parent} has an evaluation of {earlier} episodes of this checkpoint; --overwrite replaces it"
             )
-        with Progress(f"evaluating {info['agent']} on {environment}", total, quiet) as progress:
+        with Progress(title, total, quiet) as progress:
 
             def show(done: int, total: int) -> None:
                 progress.advance(done)
                 progress.show(done)
 
             results = evaluate(agent, environment, config, workers=pool, progress=show)
-    save_evaluation(run, at, results, environment, about)
-    return success_rate(results)
+    return results, at, about

@@ -1,0 +1,346 @@
+"""Exported models: a trained policy in a folder small enough to pass on, with all that acting needs and nothing more.
+
+MODEL/model.safetensors   the weights that acting reads (`Agent.acting_state`)
+      model.json          sealed: agent, configuration, data, updates, seed, versions, scores, SHA-256 of the weights
+      README.md           the card: the same, for people
+
+Models are never written to after export: evaluations and pictures of them go to runs/eval-NAME.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from qhyer import agents, checkpoint, runs
+from qhyer.agent import Agent
+from qhyer.config import from_dict
+from qhyer.data.episodes import DataSpec
+from qhyer.errors import CorruptFile, UserError
+from qhyer.evaluate import EvalConfig, success_rate
+from qhyer.records import EpisodeRow, read_rows
+from qhyer.storage import atomic_directory, read_sealed_json, sha256_file, write_json, write_sealed_json
+
+FORMAT = 1
+WEIGHTS, ABOUT, CARD = "model.safetensors", "model.json", "README.md"
+SMALL = 32  # a matrix with fewer rows or columns stays in float32: it costs little, and heads are of that kind
+MAX_MB = 16.0
+
+Dtype = Literal["bf16", "fp32"]
+
+
+# --------------------------------------------------------------------------------------------------------- export
+
+
+def export(
+    run: Path,
+    out: Path | None = None,
+    *,
+    step: int | None = None,
+    dtype: Dtype = "bf16",
+    overwrite: bool = False,
+) -> Path:
+    """Writes a run's policy as a model -> its folder. `out`: models/DATASET when None.
+
+    With bf16 the large matrices are rounded; biases, norms, normalisers, small matrices and all else stay float32.
+    """
+    info = runs.read(run)
+    out = Path("models") / _short(info["dataset"]) if out is None else Path(out)
+    if out.exists() and not (out / ABOUT).is_file() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} is there and is not a model; give another folder with --out")
+    if (out / ABOUT).is_file() and not overwrite:
+        raise UserError(f"{out} holds a model already; --overwrite replaces it, --out names another folder")
+    agent, updates = runs.load_agent(run, step)
+    state = {name: _stored(name, value, dtype) for name, value in agent.acting_state().items()}
+    with atomic_directory(out) as folder:
+        save_file(state, folder / WEIGHTS)
+        weights = folder / WEIGHTS
+        about = {
+            "format": FORMAT,
+            **{key: info.get(key) for key in ("agent", "preset", "dataset", "environment", "seed")},
+            "updates": updates,
+            "config": info["config"],
+            "train": info.get("train"),
+            "spec": info["spec"],
+            "data": {k: v for k, v in (info.get("data") or {}).items() if k != "path"},
+            "versions": info.get("versions"),
+            "command": _portable(info.get("command")),
+            "hardware": info.get("hardware"),
+            "parameters": sum(value.numel() for value in state.values()),
+            "dtype": dtype,
+            "weights": {"sha256": sha256_file(weights), "bytes": weights.stat().st_size},
+            "scores": scores(read_rows(Path(run) / "episodes.csv"), updates),
+        }
+        write_sealed_json(folder / ABOUT, about)
+        (folder / CARD).write_text(card(out.resolve().name, about), encoding="utf-8")
+    return out
+
+
+def _short(dataset: str) -> str:
+    return dataset.removesuffix("-v0")
+
+
+def _stored(name: str, value: Tensor, dtype: Dtype) -> Tensor:
+    value = value.detach().cpu().contiguous().clone()
+    large = value.is_floating_point() and value.ndim >= 2 and min(value.shape[-2:]) >= SMALL
+    return value.to(torch.bfloat16) if dtype == "bf16" and large and name.endswith("weight") else value
+
+
+def _portable(command: str | None) -> str | None:
+    """The command without anybody's folders: of an absolute path, the last part."""
+    if command is None:
+        return None
+    words = []
+    for word in shlex.split(command):
+        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        words.append(option + equals + (Path(value).name if value.startswith("/") else value))
+    return shlex.join(words)
+
+
+def scores(rows: list[EpisodeRow], step: int) -> dict[str, Any] | None:
+    """Success of these updates' evaluation: mean over tasks, and each task's with its episodes; None without one."""
+    tasks: dict[str, dict[str, Any]] = {}
+    for number in sorted({row.task for row in rows if row.step == step}):
+        successes = [row.success for row in rows if row.step == step and row.task == number]
+        tasks[str(number)] = {"success": sum(successes) / len(successes), "episodes": len(successes)}
+    if not tasks:
+        return None
+    return {"mean": sum(task["success"] for task in tasks.values()) / len(tasks), "tasks": tasks}
+
+
+def megabytes(about: Mapping[str, Any]) -> float:
+    return about["weights"]["bytes"] / 1e6
+
+
+def card(name: str, about: Mapping[str, Any]) -> str:
+    """The model's README, from what model.json says."""
+    data, found = about["data"], about["scores"]
+    rounded = about["dtype"] == "bf16"
+    lines = [
+        f"# {name}",
+        "",
+        f"A policy of `{about['agent']}` (preset `{about['preset']}`), trained on {about['dataset']}.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| data | {about['dataset']}"
+        + (f", {data['episodes']} episodes, {data['transitions']} transitions" if "transitions" in data else "")
+        + " |",
+        f"| fingerprint of the data | `{data.get('fingerprint', 'unknown')}` |",
+        f"| training | {about['updates']} updates, seed {about['seed']}"
+        + (f", {about['hardware']}" if about["hardware"] else "")
+        + " |",
+        f"| weights | {about['parameters']:,} numbers that acting reads, {about['dtype']}, {megabytes(about):.1f} MB |",
+        f"| SHA-256 of {WEIGHTS} | `{about['weights']['sha256']}` |",
+        "| versions | " + ", ".join(f"{k} {v}" for k, v in (about["versions"] or {}).items()) + " |",
+        "",
+    ]
+    if about["command"]:
+        lines += ["Trained with:", "", "```sh", about["command"], "```", ""]
+    lines += ["## Scores", ""]
+    if found:
+        lines += [
+            "| task | success % | episodes |",
+            "|---|---:|---:|",
+            *(
+                f"| {number} | {100 * task['success']:.1f} | {task['episodes']} |"
+                for number, task in found["tasks"].items()
+            ),
+            f"| **mean over tasks** | **{100 * found['mean']:.1f}** |"
+            f" {sum(task['episodes'] for task in found['tasks'].values())} |",
+            "",
+            "One training seed, final success, deterministic policy (docs/protocol.md)."
+            + (" Measured with the run's float32 weights, before they were rounded to bf16." if rounded else ""),
+        ]
+    else:
+        lines += ["The run had not been evaluated when it was exported."]
+    environment = "" if about["environment"] else " --env ENVIRONMENT"
+    lines += [
+        "",
+        "## Run it",
+        "",
+        "```sh",
+        f"qhyer eval --model {name}{environment}     # 5 tasks, 50 episodes each, on a CPU; no data needed",
+        f"qhyer show {name} --task 1{environment}    # one episode as an animation",
+        "```",
+        "",
+        "```python",
+        "from qhyer import models",
+        "",
+        f'agent, about = models.load("{name}")',
+        "action, memory = agent.act(observation, goal, None)  # raw float32 tensors, n episodes at once",
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------------- find and load
+
+
+def folders() -> list[Path]:
+    """Where models are looked for: $QHYER_MODELS, ./models, and the source checkout's."""
+    given = os.environ.get("QHYER_MODELS")
+    checkout = Path(__file__).resolve().parents[2]
+    places = [Path(given)] if given else []
+    places.append(Path("models"))
+    if (checkout / "pyproject.toml").is_file():
+        places.append(checkout / "models")
+    return places
+
+
+def available() -> dict[str, Path]:
+    """Every model there is, by name; of two with one name, the one that `find` takes."""
+    found: dict[str, Path] = {}
+    for folder in folders():
+        for path in sorted(folder.glob(f"*/{ABOUT}")):
+            found.setdefault(path.parent.name, path.parent)
+    return dict(sorted(found.items()))
+
+
+def find(name: str | Path) -> Path:
+    """The folder of a model, by path or by name, or an error that says which there are."""
+    if (Path(name) / ABOUT).is_file():
+        return Path(name)
+    known = available()
+    short = _short(str(name))
+    if short in known:
+        return known[short]
+    near = difflib.get_close_matches(short, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    looked = ", ".join(dict.fromkeys(str(folder) for folder in folders()))
+    there = f"there are {', '.join(known)}" if known else "there are none"
+    raise UserError(
+        f"no model is called {str(name)!r}{hint} (looked in {looked}: {there}); "
+        "give a model's folder, or make one with `qhyer export RUN`"
+    )
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """model.json, checked against its own seal."""
+    about = read_sealed_json(Path(folder) / ABOUT)
+    if about.get("format") != FORMAT:
+        raise UserError(f"{folder} has model format {about.get('format')}, this version reads {FORMAT}")
+    return about
+
+
+def load(name: str | Path, device: str = "cpu") -> tuple[Agent, dict[str, Any]]:
+    """A model's agent, ready to act, and what model.json says of it. What acting does not read is left untrained."""
+    folder = find(name)
+    about = read(folder)
+    file, recorded = folder / WEIGHTS, about["weights"]
+    if not file.is_file():
+        raise CorruptFile(f"{folder} is incomplete: {WEIGHTS} is missing; fetch or export the model again")
+    if file.stat().st_size != recorded["bytes"] or sha256_file(file) != recorded["sha256"]:
+        raise CorruptFile(f"{file} is damaged: its SHA-256 is not that of {ABOUT}; fetch or export the model again")
+    config = from_dict(agents.load(about["agent"]).Config, about["config"])
+    agent = runs.build_agent(about["agent"], config, from_dict(DataSpec, about["spec"]), about["seed"])
+    try:
+        state = load_file(file)
+    except SafetensorError as error:
+        raise CorruptFile(f"{file} cannot be read: {error}") from error
+    wanted = {name: value.shape for name, value in agent.acting_state().items()}
+    if wanted != {name: value.shape for name, value in state.items()}:
+        raise UserError(
+            f"{file} does not hold what {about['agent']} acts with in this version: "
+            f"it was written by qhyer {(about['versions'] or {}).get('qhyer', 'unknown')}"
+        )
+    agent.load_state_dict(state, strict=False)  # bf16 becomes float32 here: every value as it was stored
+    return agent.to(device).eval(), about
+
+
+# ------------------------------------------------------------------------------------------------------- evaluation
+
+
+def evaluation_folder(folder: Path) -> Path:
+    """Where evaluations and pictures of a model go, unless told otherwise."""
+    return Path("runs") / f"eval-{Path(folder).resolve().name}"
+
+
+def evaluate_model(
+    name: str | Path,
+    config: EvalConfig | None = None,
+    *,
+    out: Path | None = None,
+    environment: str | None = None,
+    device: str = "cpu",
+    workers: int | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> tuple[float, Path]:
+    """The protocol, as for a run -> success rate and the folder with the rows, which `qhyer report` reads as a run."""
+    folder = find(name)
+    about = read(folder)
+    out = evaluation_folder(folder) if out is None else Path(out)
+    if (out / ABOUT).is_file() or folder.resolve() in out.resolve().parents:
+        raise UserError(f"{out} belongs to a model, and those are not written to; give another folder with --out")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; give a folder with --out")
+    whose = {"name": folder.resolve().name, "sha256": about["weights"]["sha256"], "dtype": about["dtype"]}
+    if (out / "run.json").is_file() and runs.read(out).get("model") != whose:
+        raise UserError(f"{out} holds a run, or rows of another model; give another folder with --out")
+    environment = environment or about["environment"]
+    if environment is None:
+        raise UserError(f"{folder} was trained on own data; name the environment to evaluate in with --env")
+    device = runs.resolve_device(device)
+    results, at, what = runs.evaluate_agent(
+        lambda: (load(folder, device)[0], about["updates"]),
+        f"evaluating {whose['name']} on {environment}",
+        environment,
+        config or EvalConfig(),
+        rows=out / "episodes.csv",
+        workers=workers,
+        overwrite=overwrite,
+        quiet=quiet,
+    )
+    kept = ("agent", "preset", "dataset", "seed", "config", "train", "spec", "data", "versions", "command", "hardware")
+    info = {key: about[key] for key in (*kept, "parameters")} | {"environment": environment, "model": whose}
+    write_json(out / "run.json", info)
+    runs.save_evaluation(out, at, results, environment, what)
+    return success_rate(results), out
+
+
+def is_run(path: Path) -> bool:
+    return (Path(path) / "run.json").is_file() and bool(checkpoint.steps(Path(path) / "checkpoints"))
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+
+def export_command(
+    run: Path,
+    /,
+    *,
+    out: Path | None = None,
+    dtype: Dtype = "bf16",
+    step: int | None = None,
+    max_mb: float = MAX_MB,
+    overwrite: bool = False,
+) -> int:
+    """Write a run's policy as a model: the weights that acting needs, model.json and a card.
+
+    Args:
+        run: the run's folder
+        out: the model's folder, whose name is the model's; models/DATASET when not given
+        dtype: how large matrices are stored: bf16 (half the size, rounded) or fp32 (acts exactly as the run)
+        step: export this checkpoint instead of the last
+        max_mb: warn when the weights take more megabytes than this
+        overwrite: replace a model that is there already
+    """
+    made = export(run, out, step=step, dtype=dtype, overwrite=overwrite)
+    size = megabytes(read(made))
+    print(f"{made}: {size:.1f} MB")
+    if size > max_mb:
+        advice = "--dtype bf16 halves it" if dtype == "fp32" else "train a smaller one (--agent.width)"
+        print(f"warning: the weights take {size:.1f} MB, more than {max_mb:g}; {advice}", file=sys.stderr)
+    return 0
