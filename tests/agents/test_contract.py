@@ -27,6 +27,8 @@ SWITCHES = {
         dict(flow_defence=0.1),
     ],
     "gcbc": [dict(discount=0.9)],
+    "gcivl": [dict(actor_p_random=0.5)],
+    "qrl": [dict(actor_p_random=1.0)],
 }
 
 
@@ -239,10 +241,13 @@ def slow_act(agent, observations: torch.Tensor, goal: torch.Tensor, q: list, act
 
     kind = {name: tokens.kind[i] for i, name in enumerate(_order(config))}
     g = agent.normalize(goal)
+    where = list(agent.spec.goal_indices)
     if agent.config.goal_input == "coordinates":
-        g = g[:, list(agent.spec.goal_indices)]
+        g = g[:, where]
+    goals = g
     for i in range(observations.shape[1]):
         s, position = agent.normalize(observations[:, i]), tokens.position[i]
+        g = goals[:, where] - s[:, where] if config.goal_input == "difference" else goals
         if config.tokenization == "separate":
             sequence.append(tokens.goal(g) + position + kind["goal"])
         inputs = torch.cat([s, g], -1) if config.tokenization == "concat" else s
@@ -255,6 +260,11 @@ def slow_act(agent, observations: torch.Tensor, goal: torch.Tensor, q: list, act
             sequence.append(tokens.q(q_i) + position + kind["q"])
         if last:
             action = agent.action_head(read()).clamp(-1, 1)  # stage 2
+            if config.action_head == "mixture":
+                m, d = config.mixtures, agent.spec.action_dim
+                numbers = agent.action_head(read())
+                rows = [row[m + int(row[:m].argmax()) * d :][:d] for row in numbers]
+                action = torch.stack(rows).clamp(-1, 1)
             return action, q, [*actions, action]
         sequence.append(tokens.action(actions[i]) + position + kind["action"])
     raise AssertionError
@@ -303,7 +313,7 @@ def test_qhyer_acts_as_it_was_trained(tiny_agent, point_world, shake):
             q.append(agent.q_head.weight.new_tensor(memory["q"][:, -1].tolist()))
         actions, q_tokens = torch.stack(taken, 1), torch.stack(q, 1)
         x = agent.tokens(
-            agent.normalize(observations), agent.actor_goals(goal)[:, None].expand(-1, K, -1), q_tokens, actions
+            agent.normalize(observations), agent.normalize(goal)[:, None].expand(-1, K, -1), q_tokens, actions
         )
         h = agent.decoder(x)[0].unflatten(1, (K, 3))
         torch.testing.assert_close(agent.q_head(h[:, :, 0]).squeeze(-1), q_tokens, rtol=0, atol=1e-5)

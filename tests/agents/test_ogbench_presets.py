@@ -1,0 +1,32 @@
+"""`paper` of OGBench's baselines against its table of commands (impls/hyperparameters.sh at 1d41409)."""
+
+from __future__ import annotations
+
+import pytest
+
+from qhyer import presets
+from qhyer.data import registry
+
+# alpha on manipulation, play and noisy, and on point mazes; every size of a family has the same.
+ALPHA = {
+    "gcivl": (10.0, 10.0, 10.0),
+    "gciql": (1.0, 0.03, 0.003),
+    "crl": (3.0, 0.1, 0.03),
+    "qrl": (0.3, 0.03, 0.0003),
+}
+
+
+@pytest.mark.parametrize("dataset", registry.DATASETS.values(), ids=list(registry.DATASETS))
+@pytest.mark.parametrize("agent", ALPHA)
+def test_settings(agent, dataset):
+    config, rules = presets.resolve(agent, "paper", dataset.name)
+    play, noisy, maze = ALPHA[agent]
+    assert config.alpha == (maze if dataset.is_maze else play if dataset.kind == "play" else noisy)
+    assert config.actor_p_random == (0.5 if dataset.kind == "stitch" else 0.0)
+    common = dict(steps=1_000_000, batch_size=1024, learning_rate=3e-4, hidden=(512,) * 3, value_hidden=(512,) * 3)
+    common |= dict(actor_loss="ddpgbc", latent_dim=512, quasimetric="iqe", margin=0.05)
+    common |= dict(expectile=0.9, target_rate=0.005, value_p_current=0.2, value_p_random=0.3)
+    common |= dict(discount=0.995 if "giant" in dataset.name else 0.99)
+    for field, value in common.items():
+        assert getattr(config, field, value) == value, field
+    assert all("1d41409" in rule.source for rule in rules)
