@@ -150,3 +150,41 @@ def test_sigterm_ends_the_command_cleanly(mine):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0 and "saved update" in output and "--resume continues" in output
+
+
+def test_a_policy_to_pass_on(mine, capsys, monkeypatch):
+    """Export, list, evaluate and show, with the data gone."""
+    monkeypatch.delenv("QHYER_MODELS", raising=False)
+    call("train", "gcbc", "mine.npz", "--steps", "2", "--out", "run", "--env", "pointmaze-medium-v0", *TINY)
+    assert call("eval", "run", "--episodes", "1", "--tasks", "3", "--workers", "0") == 0
+    assert call("export", "run", "--max-mb", "0.0001") == 0
+    output = capsys.readouterr()
+    assert "models/mine: 0.0 MB" in output.out and "more than 0.0001" in output.err
+    mine.unlink()
+    assert call("list", "models") == 0
+    assert "mine" in capsys.readouterr().out
+    assert call("eval", "--model", "mine", "--episodes", "1", "--tasks", "3", "--workers", "0") == 0
+    assert "runs/eval-mine" in capsys.readouterr().out
+    assert call("report", "runs/eval-mine", "--out", "page") == 0
+    assert call("show", "mine", "--task", "3", "--out", "a.png") == 0
+    assert (mine.parent / "a.png").is_file() and "goal" in capsys.readouterr().out
+    assert call("show", "run", "--task", "9") == 2
+    assert "has tasks 1 to 5, not 9" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["export", "absent"], "is not a run"),
+        (["eval", "--model", "absent"], "no model is called 'absent'"),
+        (["eval", "run", "--model", "absent"], "--model goes without runs"),
+        (["eval", "run", "--out", "rows"], "--out goes with --model"),
+        (["show", "absent"], "no model is called 'absent'"),
+        (["show", "absent", "--out", "a.jpg"], "ends in .gif or .png"),
+    ],
+)
+def test_bad_input_about_models(mine, capsys, arguments, words):
+    assert call(*arguments) == 2
+    output = capsys.readouterr()
+    assert words in " ".join(output.err.split()), output.err
+    assert "Traceback" not in output.err + output.out
