@@ -54,6 +54,13 @@ def gaussian_nll(mean: Tensor, target: Tensor, std: float = 1.0) -> Tensor:
     return 0.5 * squares + mean.shape[-1] * (math.log(std) + 0.5 * math.log(2 * math.pi))
 
 
+def mixture_nll(logits: Tensor, means: Tensor, log_stds: Tensor, target: Tensor) -> Tensor:
+    """-log sum_k pi_k N(target; mean_k, diag std_k^2): logits (..., M), means, log_stds (..., M, d), target (..., d)"""
+    squares = ((target[..., None, :] - means) * torch.exp(-log_stds)).square()
+    log_p = -(0.5 * squares + log_stds + 0.5 * math.log(2 * math.pi)).sum(-1)  # (..., M)
+    return -torch.logsumexp(torch.log_softmax(logits, -1) + log_p, -1)
+
+
 def gelu(x: Tensor) -> Tensor:
     """The tanh form, which is what flax (and so OGBench) calls gelu."""
     return F.gelu(x, approximate="tanh")

@@ -24,6 +24,7 @@ from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import WindowSamplerConfig
 from qhyer.errors import require
+from qhyer.nn.bits import Bits
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
 from qhyer.nn.hybrid import Backbone, HybridDecoder
 from qhyer.nn.optim import adamw
@@ -31,6 +32,7 @@ from qhyer.nn.streams import concurrently
 from qhyer.nn.tokens import Tokenization, Tokens
 
 Q_SCALE_RATE = 0.01  # Unspecified in the paper: rate of the running mean of |Q|
+LOG_STD = (-3.0, 1.0)  # beyond the paper: range of a mixture's log standard deviations
 Q_SCALE_FLOOR = 1e-3  # Unspecified in the paper: delta of its normalisation
 
 
@@ -99,15 +101,23 @@ class QHyerConfig(AgentConfig):
     """beyond the paper: how near, in standard deviations of the goal coordinates"""
     q_normalization: Literal["scale", "standardize"] = "scale"
     """Q divided by its mean magnitude (the paper), or its mean taken off first and divided by its mean deviation"""
-    goal_input: Literal["observation", "coordinates"] = "observation"
-    """what the decoder sees of a goal: the whole observation (the paper), or only the coordinates that make it a goal.
-    A goal's arm pose tells where the arm soon will be in hindsight, and nothing when acting"""
+    goal_input: Literal["observation", "coordinates", "difference"] = "observation"
+    """what the decoder sees of a goal: the whole observation (the paper), only the coordinates that make it a goal (the
+    rest, such as its arm pose, tells in hindsight what comes next, and nothing then), or those less the state's"""
+    goal_frame: Literal["absolute", "relative"] = "absolute"
+    """beyond the paper: the critic sees goal coordinates as they are, or as seen from the state (the same density)"""
+    binary_goals: Literal["flow", "bits"] = "flow"
+    """beyond the paper: goal coordinates of two values are left to the flow (the paper), or get exact probabilities"""
+    action_head: Literal["gaussian", "mixture"] = "gaussian"
+    """beyond the paper: a Gaussian of fixed width, or a mixture of them whose likeliest one acts"""
+    mixtures: int = 8
+    """Gaussians of the mixture"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("context", "width", "layers", "heads", "state_size", "flow_blocks", "flow_channels"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")
-        for name in ("encoder_width", "encoder_layers", "representation"):
+        for name in ("encoder_width", "encoder_layers", "representation", "mixtures"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")
         require(self.width % self.heads == 0, f"width {self.width} is not a multiple of {self.heads} heads")
         require(0.0 < self.expectile < 1.0, "expectile must lie between 0 and 1")
@@ -136,21 +146,21 @@ class QHyer(Agent):
         super().__init__(config, spec)
         d = config.width
         goal_dim = spec.observation_dim if config.goal_input == "observation" else spec.goal_dim
+        binary = [config.binary_goals == "bits" and flag for flag in spec.goal_binary] or [False] * spec.goal_dim
+        self.register_buffer("bit_at", torch.tensor(binary).nonzero()[:, 0], persistent=False)
+        self.register_buffer("rest_at", torch.tensor(binary).logical_not().nonzero()[:, 0], persistent=False)
+        bits, rest = sum(binary), spec.goal_dim - sum(binary)
         self.critic: nn.ModuleDict | None = None
         if config.conditioning == "flow":
-            self.critic = nn.ModuleDict(
-                {
-                    "encoder": SAEncoder(
-                        spec.observation_dim + spec.action_dim,
-                        config.encoder_width,
-                        config.encoder_layers,
-                        config.representation,
-                    ),
-                    "flow": ConditionalRealNVP(
-                        spec.goal_dim, config.representation, config.flow_blocks, config.flow_channels
-                    ),
-                }
-            )
+            c = config.representation
+            inputs = spec.observation_dim + spec.action_dim
+            self.critic = nn.ModuleDict({"encoder": SAEncoder(inputs, config.encoder_width, config.encoder_layers, c)})
+            if rest:
+                self.critic["flow"] = ConditionalRealNVP(rest, c, config.flow_blocks, config.flow_channels)
+            if bits:
+                self.critic["bits"] = Bits(bits, c, config.flow_channels)
+            if bits and rest:
+                self.critic["given"] = nn.Linear(bits, c)  # the flow's context, given the bits
         self.tokens = Tokens(
             spec.observation_dim,
             spec.action_dim,
@@ -162,7 +172,8 @@ class QHyer(Agent):
         )
         self.decoder = HybridDecoder(d, config.layers, config.heads, config.dropout, config.backbone, config.state_size)
         self.q_head = nn.Linear(d, 1) if config.conditioning != "none" else None
-        self.action_head = nn.Linear(d, spec.action_dim)
+        mixture = config.action_head == "mixture"
+        self.action_head = nn.Linear(d, config.mixtures * (1 + 2 * spec.action_dim) if mixture else spec.action_dim)
         # Mean |Q| of the data, running: the batch mean of the paper's Q normalisation does not exist when acting.
         self.register_buffer("q_shift", torch.zeros(()))
         self.register_buffer("q_scale", torch.ones(()))
@@ -175,6 +186,8 @@ class QHyer(Agent):
             adamw(parameters, config.learning_rate, config.weight_decay) for parameters in (actor, critic) if parameters
         )
 
+    bit_at: Tensor
+    rest_at: Tensor
     q_shift: Tensor
     q_scale: Tensor
     q_seen: Tensor
@@ -184,28 +197,54 @@ class QHyer(Agent):
     def log_density(self, observations: Tensor, actions: Tensor, goals: Tensor) -> Tensor:
         """Eq. (4): Q(s, a, g) = log p(g | s, a), goals in standard units of the goal coordinates; all (..., d)."""
         assert self.critic is not None
-        context = self.critic["encoder"](self.normalize(observations), actions)
-        # The flow itself stays in full precision: log-densities are differences of large numbers.
+        state = self.normalize(observations)
+        context = self.critic["encoder"](state, actions)
+        # The density itself stays in full precision: log-densities are differences of large numbers.
         with torch.autocast(observations.device.type, enabled=False):
-            log_p = self.critic["flow"].log_prob(goals.float(), context.float())  # type: ignore[operator]
+            log_p = self._log_prob(goals.float(), state.float()[..., self.goal_indices], context.float())
             if self.config.flow_defence == 0.0:
                 return log_p
             weight = self.config.flow_defence
-            broad = -losses.gaussian_nll(torch.zeros_like(goals), goals.float())
+            rest = goals.float()[..., self.rest_at]
+            broad = -losses.gaussian_nll(torch.zeros_like(rest), rest) - len(self.bit_at) * math.log(2.0)
             return torch.logaddexp(log_p + math.log1p(-weight), broad + math.log(weight))
+
+    def _log_prob(self, goals: Tensor, here: Tensor, context: Tensor) -> Tensor:
+        """log p(goals | context): the flow's, with exact probabilities of the binary coordinates where asked for.
+
+        Seen from the state, a goal is a difference, a bit one that has changed or not: both maps keep volume (and
+        count), so the density is the same number, and a goal that stays where it is needs no network to say so.
+        """
+        assert self.critic is not None
+        relative = self.config.goal_frame == "relative"
+        if "bits" not in self.critic:
+            return self.critic["flow"].log_prob(goals - here if relative else goals, context)  # type: ignore[operator]
+        bits = goals[..., self.bit_at] > 0.0  # in standard units the lower of two values is negative
+        if relative:
+            bits = bits != (here[..., self.bit_at] > 0.0)
+        bits = bits.float()
+        log_p = self.critic["bits"].log_prob(bits, context)  # type: ignore[operator]
+        if "flow" not in self.critic:
+            return log_p
+        rest = (goals - here if relative else goals)[..., self.rest_at]
+        return log_p + self.critic["flow"].log_prob(rest, context + self.critic["given"](bits))  # type: ignore[operator]
 
     def goal_coordinates(self, goals: Tensor) -> Tensor:
         """Raw goal observations (..., d_s) -> the standardised coordinates that make the goal (..., d_g)."""
         return self.normalize(goals)[..., self.goal_indices]
 
-    def actor_goals(self, goals: Tensor) -> Tensor:
-        """Raw goal observations (..., d_s) -> what the decoder sees of them."""
-        return self.normalize(goals) if self.config.goal_input == "observation" else self.goal_coordinates(goals)
+    def actor_goals(self, goals: Tensor, observations: Tensor) -> Tensor:
+        """What the decoder sees of raw goals (B, d_s), beside each of the raw observations (B, K, d_s)."""
+        if self.config.goal_input == "observation":
+            return self.normalize(goals)[:, None].expand(-1, observations.shape[1], -1)
+        seen = self.goal_coordinates(goals)[:, None].expand(-1, observations.shape[1], -1)
+        return seen - self.goal_coordinates(observations) if self.config.goal_input == "difference" else seen
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Eq. (5): maximum likelihood of hindsight goals, with noise on the goals (the denoising of Alg. 1)."""
         goals = self.goal_coordinates(batch["flow_goals"])
-        goals = goals + self.config.flow_noise * torch.randn_like(goals)
+        noise = self.config.flow_noise * torch.randn_like(goals)
+        goals = goals + (noise if len(self.bit_at) == 0 else noise.index_fill(-1, self.bit_at, 0.0))
         log_p = self.log_density(batch["flow_observations"], batch["flow_actions"], goals)  # (M,)
         loss = -log_p.mean()
         return loss, {"critic/nll": loss.detach(), "critic/log_p_std": log_p.detach().std(correction=0)}
@@ -231,7 +270,7 @@ class QHyer(Agent):
     # --------------------------------------------------------------------------------------------- the actor
 
     def _read(self, h: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Q-hat at the state tokens (B, K) and the mean action where it is read (B, K, d_a), from outputs (B, L, d).
+        """From outputs (B, L, d): Q-hat at the state tokens (B, K) and the action head's numbers where it is read.
 
         Both heads at all tokens are one product; each alone, at its third of them, would be two and four copies.
         """
@@ -240,22 +279,42 @@ class QHyer(Agent):
         bias = torch.cat([head.bias for head in heads])
         spare = -len(weight) % 8  # matrix units like multiples of eight
         out = F.linear(h, F.pad(weight, (0, 0, 0, spare)), F.pad(bias, (0, spare))).float()
-        step, actions = self.tokens.per_step, self.spec.action_dim
+        step, actions = self.tokens.per_step, self.action_head.out_features
         q_hat = None if self.q_head is None else out[:, self.tokens.state_at :: step, actions]
         return q_hat, out[:, self.tokens.action_from :: step, :actions]
+
+    def _action(self, numbers: Tensor) -> Tensor:
+        """The action (..., d_a) to take: the mean, of the likeliest Gaussian where there are several."""
+        if self.config.action_head == "gaussian":
+            return numbers
+        logits, means, _ = self._mixture(numbers)
+        best = logits.argmax(-1)[..., None, None].expand(*logits.shape[:-1], 1, means.shape[-1])
+        return means.gather(-2, best).squeeze(-2)
+
+    def _mixture(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The action head's numbers -> log-weights (..., M), means and log standard deviations (..., M, d_a)."""
+        m, d = self.config.mixtures, self.spec.action_dim
+        logits, means, log_stds = numbers.float().split([m, m * d, m * d], dim=-1)
+        means, log_stds = means.unflatten(-1, (m, d)), log_stds.unflatten(-1, (m, d))
+        return logits, means, log_stds.clamp(*LOG_STD)
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
         """Eqs. (15) and (10): imitate the action given Q, and regress the best Q. Returns L_BC, L_Q, metrics."""
         config = self.config
         observations = self.normalize(batch["observations"])  # (B, K, d_s)
-        goals = self.actor_goals(batch["goals"])[:, None].expand(-1, config.context, -1)
+        goals = self.actor_goals(batch["goals"], batch["observations"])  # (B, K, d_g)
         q = self.q_values(batch) if self.q_head is not None else None  # (B, K)
         x = self.tokens(observations, goals, q, batch["actions"])
         h, _ = self.decoder(x[:, :-1])  # the last action token is the past of nothing
-        q_hat, mean = self._read(h)  # (B, K), (B, K, d_a)
+        q_hat, numbers = self._read(h)  # (B, K), (B, K, d_a) with a Gaussian
+        mean = self._action(numbers)
         share = losses.shares(batch["valid"])
         # Unspecified in the paper: the action is Gaussian with a fixed unit variance, OGBench's convention.
-        bc = losses.masked_mean(losses.gaussian_nll(mean, batch["actions"]), share)  # Eq. (15)
+        if config.action_head == "gaussian":
+            nll = losses.gaussian_nll(mean, batch["actions"])
+        else:
+            nll = losses.mixture_nll(*self._mixture(numbers), batch["actions"])
+        bc = losses.masked_mean(nll, share)  # Eq. (15)
         error = losses.masked_mean((mean - batch["actions"]).square().mean(-1), share)
         metrics: Metrics = {"actor/bc": bc.detach(), "actor/mse": error.detach()}
         if q_hat is None or q is None:
@@ -335,7 +394,7 @@ class QHyer(Agent):
         )  # (n, T, d_s), T <= K
         steps = observations.shape[1]
         s = self.normalize(observations)
-        g = self.actor_goals(goal)[:, None].expand(-1, steps, -1)
+        g = self.actor_goals(goal, observations)
         current = self.tokens.state_tokens(s[:, -1:], g[:, -1:], first=steps - 1).flatten(1, 2)  # (n, 1 or 2, d)
         if memory is not None:
             past = self.tokens(s[:, :-1], g[:, :-1], memory.get("q"), memory["actions"])
@@ -346,7 +405,7 @@ class QHyer(Agent):
             q_hat = self.q_head(h[:, -1])  # (n, 1): stage 1
             h, _ = self.decoder(self.tokens.q_token(q_hat, first=steps - 1), cache)  # stage 2: one more token
             after["q"] = q_hat if memory is None else torch.cat([memory["q"], q_hat], dim=1)
-        action = self.action_head(h[:, -1]).clamp(-1.0, 1.0)
+        action = self._action(self.action_head(h[:, -1])).clamp(-1.0, 1.0)
         after["actions"] = action[:, None] if memory is None else torch.cat([memory["actions"], action[:, None]], dim=1)
         keep = self.config.context - 1
         if keep == 0:
@@ -361,6 +420,6 @@ class QHyer(Agent):
     def readout(self, batch: Batch) -> list[dict[str, Tensor]]:
         """Per block, on a batch of windows: alpha, Delta_t and A_bar_t (the paper's memory analysis)."""
         observations = self.normalize(batch["observations"])
-        goals = self.actor_goals(batch["goals"])[:, None].expand(-1, observations.shape[1], -1)
+        goals = self.actor_goals(batch["goals"], batch["observations"])
         q = self.q_values(batch) if self.q_head is not None else None
         return self.decoder.readout(self.tokens(observations, goals, q, batch["actions"]))

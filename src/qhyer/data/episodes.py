@@ -42,6 +42,8 @@ class DataSpec:
     """Coordinates of an observation that decide whether a goal is reached; the flow models these."""
     observation_mean: tuple[float, ...]
     observation_std: tuple[float, ...]
+    goal_binary: tuple[bool, ...] = ()
+    """Which goal coordinates take two values only (a button, a lamp); empty where none does."""
 
     @property
     def goal_dim(self) -> int:
@@ -172,12 +174,16 @@ class Episodes:
     def spec(self) -> DataSpec:
         """Sizes and scales, the latter in float64 over all rows."""
         std, mean = torch.std_mean(self.observations.double(), dim=0, correction=0)
+        goals = self.observations[:, list(self.goal_indices)]
+        low, high = torch.aminmax(goals, dim=0)
+        binary = ((goals == low) | (goals == high)).all(0) & (low < high)
         return DataSpec(
             observation_dim=self.observations.shape[1],
             action_dim=self.actions.shape[1],
             goal_indices=self.goal_indices,
             observation_mean=tuple(mean.tolist()),
             observation_std=tuple(std.clamp(min=STD_FLOOR).tolist()),
+            goal_binary=tuple(binary.tolist()) if bool(binary.any()) else (),
         )
 
 

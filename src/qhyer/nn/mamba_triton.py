@@ -41,7 +41,7 @@ from qhyer.nn.total_triton import total
 
 # Channels of a program, and steps whose instructions the compiler may interleave.
 FORWARD = {"BLOCK": 64, "UNROLL": 1}
-BACKWARD = {"BLOCK": 64, "UNROLL": 1}
+BACKWARD = {"BLOCK": 64, "UNROLL": 2}
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
