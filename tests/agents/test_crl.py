@@ -91,6 +91,16 @@ def test_goals_are_ogbench_s(tiny_agent):
     assert sampler.value == GoalLaw(0.0, 1.0, 0.0, 0.99) and sampler.actor == GoalLaw(0.0, 1.0, 0.0, None)
 
 
+def test_the_actor_is_all_that_acting_reads(tiny_agent, point_world, shake):
+    agent, other = tiny_agent("crl"), tiny_agent("crl", seed=1)
+    shake(agent)
+    state = agent.acting_state()
+    assert {name.split(".")[0] for name in state} == {"actor", "observation_mean", "observation_std"}
+    other.load_state_dict(state, strict=False)
+    s, g = point_world.observations[:5], point_world.observations[20:25]
+    assert torch.equal(agent.act(s, g, None)[0], other.act(s, g, None)[0])
+
+
 @pytest.mark.parametrize("wrong", [dict(latent_dim=0), dict(discount=1.0), dict(actor_p_random=1.5)])
 def test_nonsense_is_refused(wrong):
     with pytest.raises(UserError):

@@ -110,6 +110,16 @@ def test_goals_are_ogbench_s(tiny_agent):
     assert sampler.actor == GoalLaw(0.0, 1.0, 0.0, None)
 
 
+def test_the_actor_is_all_that_acting_reads(tiny_agent, point_world, shake):
+    agent, other = tiny_agent("gciql"), tiny_agent("gciql", seed=1)
+    shake(agent)
+    state = agent.acting_state()
+    assert {name.split(".")[0] for name in state} == {"actor", "observation_mean", "observation_std"}
+    other.load_state_dict(state, strict=False)
+    s, g = point_world.observations[:5], point_world.observations[20:25]
+    assert torch.equal(agent.act(s, g, None)[0], other.act(s, g, None)[0])
+
+
 @pytest.mark.parametrize("wrong", [dict(expectile=0.0), dict(target_rate=0.0), dict(value_p_random=-0.1)])
 def test_nonsense_is_refused(wrong):
     with pytest.raises(UserError):

@@ -86,6 +86,16 @@ def test_goals_are_ogbench_s(tiny_agent):
     assert tiny_agent("gcivl", actor_p_random=0.5).stages()[0].sampler.actor == GoalLaw(0.0, 0.5, 0.5, None)
 
 
+def test_the_actor_is_all_that_acting_reads(tiny_agent, point_world, shake):
+    agent, other = tiny_agent("gcivl"), tiny_agent("gcivl", seed=1)
+    shake(agent)
+    state = agent.acting_state()
+    assert {name.split(".")[0] for name in state} == {"actor", "observation_mean", "observation_std"}
+    other.load_state_dict(state, strict=False)
+    s, g = point_world.observations[:5], point_world.observations[20:25]
+    assert torch.equal(agent.act(s, g, None)[0], other.act(s, g, None)[0])
+
+
 @pytest.mark.parametrize("wrong", [dict(expectile=1.0), dict(discount=1.0), dict(value_p_current=0.8)])
 def test_nonsense_is_refused(wrong):
     with pytest.raises(UserError):

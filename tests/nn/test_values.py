@@ -135,7 +135,7 @@ def test_adam_is_optax_s():
         m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
         theta -= 3e-4 * (m / (1 - 0.9**t)) / (math.sqrt(v / (1 - 0.999**t)) + 1e-8)
         optimizer.step()
-        assert float(w) == pytest.approx(theta, rel=1e-12)
+        assert w.item() == pytest.approx(theta, rel=1e-12)
 
 
 def test_gradients_pass_through_frozen_networks_only():
