@@ -79,12 +79,16 @@ def gcbc_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_discovery() -> None:
-    assert analyses.names() == ["critic", "goal_density", "memory"]
+    assert {"critic", "expectile_max", "goal_density", "gridworld_density", "memory"} <= set(analyses.names())
     for name in analyses.names():
         assert analyses.question(name).endswith("?")
         assert callable(analyses.load(name).run)
+    assert analyses.needs_run("memory") and not analyses.needs_run("gridworld-density")
+    assert analyses.load("gridworld-density") is analyses.load("gridworld_density")
     with pytest.raises(UserError, match="did you mean memory"):
         analyses.load("memori")
+    with pytest.raises(UserError, match="looks at no run"):
+        analyze("gridworld_density", (Path("runs/some"),))
 
 
 # ---------------------------------------------------------------------------------------------------- goal density

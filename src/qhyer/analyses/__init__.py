@@ -1,4 +1,4 @@
-"""Analyses of trained runs, found by discovery: `analyses/NAME.py` answers one question.
+"""Analyses, found by discovery: `analyses/NAME.py` answers one question.
 
 The first line of a module's docstring is the question. Its function
 
@@ -6,15 +6,22 @@ The first line of a module's docstring is the question. Its function
 
 writes RUN/analyses/NAME.npz or .json, whole or not at all, prints a short answer, and returns the file.
 `data` is an npz to look at instead of the dataset the run was trained on (its validation file, for example).
+
+An analysis that makes its own data has no parameter `run`:
+
+    run(*, seeds: int = 5, out: Path | None = None, ...) -> Path
+
+Its keywords are its options, described in its docstring, and it writes to results/analyses/NAME/ or `out`. A hyphen in
+a name is an underscore: `qhyer analyze gridworld-density` is gridworld_density.py.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import pkgutil
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from qhyer.errors import UserError
 
@@ -26,7 +33,8 @@ class Analysis(Protocol):
 
     __doc__: str | None
 
-    def run(self, run: Path, *, device: str = "cpu", data: Path | None = None) -> Path: ...
+    run: Any
+    """run(run, *, device, data) or run(*, ...): see above"""
 
 
 def names() -> list[str]:
@@ -36,11 +44,17 @@ def names() -> list[str]:
 
 def load(name: str) -> Analysis:
     """The analysis of this name, or an error that suggests the nearest one."""
+    name = name.replace("-", "_")
     if name not in names():
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"no analysis is called {name!r}{hint} (there are: {', '.join(names())})")
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def needs_run(name: str) -> bool:
+    """Whether it looks at trained runs, or makes its own data."""
+    return "run" in inspect.signature(load(name).run).parameters
 
 
 def question(name: str) -> str:

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import tyro
 from rich.console import Console
 
 from qhyer import analyses
 from qhyer.errors import UserError
 from qhyer.runs import resolve_device
+
+
+def main(args: Sequence[str]) -> int:
+    """An analysis of runs takes the options of `analyze`; one that needs no run has its own."""
+    if args and not args[0].startswith("-") and not analyses.needs_run(args[0]):
+        analysis = analyses.load(args[0])
+        path = tyro.cli(analysis.run, args=args[1:], prog=f"qhyer analyze {args[0]}")
+        print(f"written: {path} and beside it .csv, .png and .svg")
+        return 0
+    return tyro.cli(analyze, args=args, prog="qhyer analyze", description=_description())
+
+
+def _description() -> str:
+    def lines(of_runs: bool) -> str:
+        names = [name for name in analyses.names() if analyses.needs_run(name) == of_runs]
+        shown = [name if of_runs else name.replace("_", "-") for name in names]
+        return "".join(f"\n  {title:<19}{analyses.question(name)}" for title, name in zip(shown, names))
+
+    return (
+        "Answer one question.\n\n"
+        f"Of trained runs (qhyer analyze NAME RUN...), written to RUN/analyses/:{lines(of_runs=True)}\n\n"
+        "Without a run (qhyer analyze NAME; --help after NAME for its options), written to results/analyses/NAME/:"
+        f"{lines(of_runs=False)}"
+    )
 
 
 def analyze(name: str, runs: tuple[Path, ...], /, *, device: str = "cpu", data: Path | None = None) -> int:
@@ -21,6 +47,8 @@ def analyze(name: str, runs: tuple[Path, ...], /, *, device: str = "cpu", data: 
         data: an npz to look at instead of the dataset the run was trained on, such as its validation file
     """
     analysis = analyses.load(name)
+    if not analyses.needs_run(name):
+        raise UserError(f"{name} looks at no run: qhyer analyze {name}")
     if not runs:
         raise UserError(f"give the run folders to look at: qhyer analyze {name} RUN ...")
     device = resolve_device(device)
