@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -213,3 +214,13 @@ def test_help_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
         assert not stop.value.code
         text = capsys.readouterr().out
         assert all(word in text for word in expected)
+
+
+# ---------------------------------------------------------------------------------------------------------- example
+
+
+@pytest.mark.parametrize("name", ["flow", "cvae", "clearning", "contrastive"])
+def test_example_runs(name: str) -> None:
+    """docs/examples/density.py, shorter: goals ahead are likelier than goals behind."""
+    path = Path(__file__).parent.parent / "docs" / "examples" / "density.py"
+    assert runpy.run_path(str(path))["main"](name, steps=120) > 0.5
