@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export MUJOCO_GL ?= disable
 
-.PHONY: demo test test-slow lint format types install clean help
+.PHONY: demo test test-slow lint format types install clean help analyses
 
 help:            ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,3 +40,7 @@ format: $(STAMP)    ## rewrite the sources in the project's format
 
 clean:           ## remove the environment and caches (data, runs and reports stay)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist src/*.egg-info
+
+analyses: $(STAMP)  ## the analyses that need no trained run, into results/analyses: minutes on 2 cores
+	@$(BIN)/qhyer analyze gridworld-density --out results/analyses/gridworld-density
+	@$(BIN)/qhyer analyze expectile-max --out results/analyses/expectile-max
