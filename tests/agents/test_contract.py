@@ -265,6 +265,15 @@ def slow_act(agent, observations: torch.Tensor, goal: torch.Tensor, q: list, act
                 numbers = agent.action_head(read())
                 rows = [row[m + int(row[:m].argmax()) * d :][:d] for row in numbers]
                 action = torch.stack(rows).clamp(-1, 1)
+            if config.action_head == "best_of_mixture":
+                m, d = config.mixtures, agent.spec.action_dim
+                numbers = agent.action_head(read())
+                rows = []
+                for row, state, aim in zip(numbers, observations[:, -1], agent.goal_coordinates(goal)):
+                    each = [row[m + k * d :][:d].clamp(-1, 1) for k in range(m)]
+                    liked = [float(agent.log_density(state[None], one[None], aim[None])) for one in each]
+                    rows.append(each[liked.index(max(liked))])
+                action = torch.stack(rows)
             return action, q, [*actions, action]
         sequence.append(tokens.action(actions[i]) + position + kind["action"])
     raise AssertionError

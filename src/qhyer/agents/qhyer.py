@@ -108,8 +108,9 @@ class QHyerConfig(AgentConfig):
     """beyond the paper: the critic sees goal coordinates as they are, or as seen from the state (the same density)"""
     binary_goals: Literal["flow", "bits"] = "flow"
     """beyond the paper: goal coordinates of two values are left to the flow (the paper), or get exact probabilities"""
-    action_head: Literal["gaussian", "mixture"] = "gaussian"
-    """beyond the paper: a Gaussian of fixed width, or a mixture of them whose likeliest one acts"""
+    action_head: Literal["gaussian", "mixture", "best_of_mixture"] = "gaussian"
+    """one Gaussian of fixed width (OGBench's); beyond the paper a mixture, of which the likeliest acts, or the one whose
+    mean the critic likes best. Where several ways lead to a goal, one Gaussian takes their mean, which may be none"""
     mixtures: int = 8
     """Gaussians of the mixture"""
 
@@ -131,6 +132,10 @@ class QHyerConfig(AgentConfig):
         require(
             self.conditioning != "flow" or self.batch_size * self.context * self.flow_batch >= 1.0,
             "flow_batch is so small that the flow would see no transition",
+        )
+        require(
+            self.action_head != "best_of_mixture" or self.conditioning == "flow",
+            "best_of_mixture asks the critic, and there is one only with conditioning flow",
         )
         require(
             self.conditioning != "rtg" or self.stitch_rate == 0.0,
@@ -172,7 +177,7 @@ class QHyer(Agent):
         )
         self.decoder = HybridDecoder(d, config.layers, config.heads, config.dropout, config.backbone, config.state_size)
         self.q_head = nn.Linear(d, 1) if config.conditioning != "none" else None
-        mixture = config.action_head == "mixture"
+        mixture = config.action_head != "gaussian"
         self.action_head = nn.Linear(d, config.mixtures * (1 + 2 * spec.action_dim) if mixture else spec.action_dim)
         # Mean |Q| of the data, running: the batch mean of the paper's Q normalisation does not exist when acting.
         self.register_buffer("q_shift", torch.zeros(()))
@@ -405,7 +410,11 @@ class QHyer(Agent):
             q_hat = self.q_head(h[:, -1])  # (n, 1): stage 1
             h, _ = self.decoder(self.tokens.q_token(q_hat, first=steps - 1), cache)  # stage 2: one more token
             after["q"] = q_hat if memory is None else torch.cat([memory["q"], q_hat], dim=1)
-        action = self._action(self.action_head(h[:, -1])).clamp(-1.0, 1.0)
+        numbers = self.action_head(h[:, -1])
+        if self.config.action_head == "best_of_mixture":
+            action = self._best_action(observation, goal, self._mixture(numbers)[1].clamp(-1.0, 1.0))
+        else:
+            action = self._action(numbers).clamp(-1.0, 1.0)
         after["actions"] = action[:, None] if memory is None else torch.cat([memory["actions"], action[:, None]], dim=1)
         keep = self.config.context - 1
         if keep == 0:
@@ -414,7 +423,16 @@ class QHyer(Agent):
 
     def acting_state(self) -> dict[str, Tensor]:
         """All but the critic: acting reads Q-hat alone."""
+        if self.config.action_head == "best_of_mixture":
+            return super().acting_state()
         return {name: value for name, value in super().acting_state().items() if not name.startswith("critic.")}
+
+    def _best_action(self, observation: Tensor, goal: Tensor, actions: Tensor) -> Tensor:
+        """Of the actions (n, M, d_a), for each state and goal the one with the highest Q."""
+        count = actions.shape[1]
+        goals = self.goal_coordinates(goal)[:, None].expand(-1, count, -1)
+        q = self.log_density(observation[:, None].expand(-1, count, -1), actions, goals)  # (n, M)
+        return actions[torch.arange(len(actions), device=actions.device), q.argmax(-1)]
 
     @torch.no_grad()
     def readout(self, batch: Batch) -> list[dict[str, Tensor]]:
