@@ -109,8 +109,8 @@ class QHyerConfig(AgentConfig):
     binary_goals: Literal["flow", "bits"] = "flow"
     """beyond the paper: goal coordinates of two values are left to the flow (the paper), or get exact probabilities"""
     action_head: Literal["gaussian", "mixture", "best_of_mixture"] = "gaussian"
-    """one Gaussian of fixed width (OGBench's); beyond the paper a mixture, of which the likeliest acts, or the one whose
-    mean the critic likes best. Where several ways lead to a goal, one Gaussian takes their mean, which may be none"""
+    """one Gaussian of fixed width (OGBench's); beyond the paper a mixture, of which the likeliest acts, or the one with
+    the mean the critic likes best. Where several ways lead to a goal, one Gaussian takes their mean, which may be none"""
     mixtures: int = 8
     """Gaussians of the mixture"""
 

@@ -135,4 +135,16 @@ FAST = [
 ]
 
 
-PRESETS = {"paper": PAPER, "fast": FAST, "demo": DEMO}
+# What reached the most with the least: no history (a policy that sees its last actions copies them, and then fails
+# whole tasks), and of the goal only what makes it one. docs/ogbench.md has the measurements.
+BEST = [
+    *FAST,
+    Rule(
+        "cube-single-*",
+        "measured here on cube-single-play: docs/ogbench.md",
+        dict(context=1, flow_batch=4.0, goal_input="coordinates"),
+    ),
+]
+
+
+PRESETS = {"paper": PAPER, "fast": FAST, "best": BEST, "demo": DEMO}
