@@ -110,7 +110,7 @@ class QHyerConfig(AgentConfig):
     """beyond the paper: goal coordinates of two values are left to the flow (the paper), or get exact probabilities"""
     action_head: Literal["gaussian", "mixture", "best_of_mixture"] = "gaussian"
     """one Gaussian of fixed width (OGBench's); beyond the paper a mixture, of which the likeliest acts, or the one with
-    the mean the critic likes best. Where several ways lead to a goal, one Gaussian takes their mean, which may be none"""
+    the mean the critic likes best. Where several ways lead to a goal, one Gaussian takes their mean: perhaps none"""
     mixtures: int = 8
     """Gaussians of the mixture"""
 
