@@ -148,7 +148,7 @@ def test_network_learns_the_expectile() -> None:
     """After some training the head of tau 1/2 is near the mean, and a greater tau predicts more."""
     world = grid.make_world(0)
     data = grid.Trajectories(world, 0)
-    heads = expectile_max.regress(data, world.future, 0, 250, None)
+    heads = expectile_max.regress("network", data, world.future, 0, 250)
     found = expectile_max.predictions(heads)
     weights = data.visits[:, None].repeat(grid.CELLS, axis=1)
     exact = theory.expectile(world.future.transpose(0, 2, 1), 0.5, weights)

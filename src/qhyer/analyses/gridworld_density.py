@@ -27,12 +27,12 @@ from qhyer.rng import numpy_stream
 
 NAME = "gridworld-density"
 OBSERVATIONS = 2  # of each cell, to evaluate at
-EXAMPLE = (12, 3)  # the middle cell, to the right: drawn of the first seed
 GROUPS = (  # that take about as long as each other: one process each
     ("flow",),
     ("cvae", "cvae-fixed"),
     ("clearning-mc", "clearning-td", "contrastive", "histogram", "marginal"),
 )
+CLOUDS = ("flow", "cvae")  # drawn point by point
 COLUMNS = ("kl", "kl_data", "mass", "kl_as_is")
 
 
@@ -68,17 +68,33 @@ def measure_one(seed: int, name: str, steps: int, discount: float) -> dict[str, 
     cells = np.tile(np.arange(grid.CELLS), OBSERVATIONS)
     states = grid.observe(cells, numpy_stream(seed, "gridworld", "evaluation"))
     log_q = grid.log_masses(estimator, states).reshape(OBSERVATIONS, grid.CELLS, grid.ACTIONS, grid.CELLS)
-    state, action = EXAMPLE
     weights = sum(p.numel() for key, p in estimator.named_parameters() if not key.startswith("target."))
     return {
         "seed": seed,
         "estimator": name,
         "weights": weights,
         **errors(log_q, world.future, data.visits),
-        "example": np.exp(log_q[:, state, action]).mean(0).tolist(),
-        "true": world.future[state, action].tolist(),
         "unvisited": int((data.visits == 0).sum()),
+        "drawn": drawn(name, np.exp(log_q[0]), world.future, data.visits) if seed == 0 else None,
     }
+
+
+def drawn(name: str, q: np.ndarray, future: np.ndarray, visits: np.ndarray) -> dict[str, Any]:
+    """What the figure shows of Q and P (S, A, G): maps of the (state, action) that the data visit most and, of
+    those they visit, least; all of Q where it is drawn."""
+    often, seldom = visits.argmax(), np.where(visits > 0, visits, np.inf).argmin()
+    pairs = [divmod(int(index), visits.shape[1]) for index in (often, seldom)]
+    found: dict[str, Any] = {"maps": [np.round(q[pair], 5).tolist() for pair in pairs]}
+    if name in CLOUDS:
+        found["cloud"] = np.round(q, 5).ravel().tolist()
+    if name == "flow":  # the truth is kept once
+        found |= {
+            "pairs": pairs,
+            "visits": [int(visits[pair]) for pair in pairs],
+            "true_maps": [np.round(future[pair], 5).tolist() for pair in pairs],
+            "true_cloud": np.round(future, 5).ravel().tolist(),
+        }
+    return found
 
 
 def table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -109,52 +125,68 @@ def table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def draw(result: dict[str, Any], path: Path) -> None:
     from qhyer.report import figures  # chooses matplotlib's backend
 
-    plt, colours = figures.plt, [pair[0] for key, pair in figures.THEME.items() if key.startswith("agent-")]
+    plt, palette = figures.plt, [pair[0] for key, pair in figures.THEME.items() if key.startswith("agent-")]
+    colours = dict(zip(grid.ESTIMATORS, palette))
     rows, order = result["rows"], list(grid.ESTIMATORS)
     order.sort(key=lambda n: np.mean([row["kl"] for row in rows if row["estimator"] == n]))
+    first = {row["estimator"]: row["drawn"] for row in rows if row["seed"] == 0}
+    true = np.array(first["flow"]["true_cloud"])
     with plt.rc_context(_output.style()):
-        figure = plt.figure(figsize=(11, 4.3), layout="constrained")
-        left, right = figure.subfigures(1, 2, width_ratios=[1.0, 1.45])
-        axes = left.subplots()
+        figure = plt.figure(figsize=(11, 6.6), layout="constrained")
+        top, bottom = figure.subfigures(2, 1, height_ratios=[1.0, 1.0])
+        axes, *clouds = top.subplots(1, 3, width_ratios=[1.7, 1, 1])
         for place, name in enumerate(order):
             values = np.array([row["kl"] for row in rows if row["estimator"] == name])
             mean, half = _output.interval(values)
-            colour = colours[list(grid.ESTIMATORS).index(name)]
-            axes.barh(place, mean, color=colour, alpha=0.35, height=0.62, linewidth=0)
-            axes.plot(values, np.full(len(values), place), "o", color=colour, markersize=3.5, alpha=0.9)
+            axes.barh(place, mean, color=colours[name], alpha=0.35, height=0.62, linewidth=0)
+            axes.plot(values, np.full(len(values), place), "o", color=colours[name], markersize=3.5, alpha=0.9)
             if np.isfinite(half):
                 axes.plot([mean - half, mean + half], [place, place], color="#1b1d21", linewidth=1.4)
         axes.set_yticks(range(len(order)), [grid.ESTIMATORS[name] for name in order])
         axes.invert_yaxis()
         axes.set_xlim(left=0)
-        axes.set_xlabel("forward KL to the true density, nats\n(bar: mean, dots: seeds, line: 95 % interval)")
+        axes.set_xlabel("forward KL, nats (bar: mean, dots: seeds, line: 95 % interval)")
         axes.set_title("Error, less is better", loc="left")
-        panels = right.subplots(2, 4).ravel()
-        first = {row["estimator"]: row for row in rows if row["seed"] == 0}
-        state, action = EXAMPLE
-        maps = [("true", np.array(first[order[0]]["true"]))]
-        maps += [(grid.ESTIMATORS[name], np.array(first[name]["example"])) for name in order if name != "marginal"]
-        top = max(float(values.max()) for _, values in maps)
-        for panel, (title, values) in zip(panels, maps):
-            shown = panel.imshow(values.reshape(grid.SIZE, grid.SIZE), cmap="viridis", vmin=0, vmax=top)
-            row, column = divmod(state, grid.SIZE)
-            move = grid.MOVES[action]
-            panel.annotate(
-                "", (column + 0.9 * move[1], row + 0.9 * move[0]), (column, row),
-                arrowprops={"arrowstyle": "->", "color": "white", "lw": 1.3, "shrinkA": 0, "shrinkB": 0},
-            )  # fmt: skip
-            panel.plot(column, row, "o", color="white", markersize=3.5)
-            panel.set_xticks([])
-            panel.set_yticks([])
-            for spine in panel.spines.values():
-                spine.set_visible(False)
-            panel.set_title(title, fontsize=9, fontweight="bold" if title == "true" else "normal")
-        bar = right.colorbar(shown, ax=list(panels), shrink=0.75, pad=0.02)
-        bar.set_label("probability of the cell")
-        bar.outline.set_visible(False)
-        right.suptitle(
-            f"p(g | middle cell, {grid.ARROWS[action]}), seed 0, not rescaled", x=0.02, ha="left", fontsize=10
-        )
+        limit = 1.05 * float(true.max())
+        for panel, name in zip(clouds, CLOUDS):
+            panel.plot([0, limit], [0, limit], color="#1b1d21", linewidth=0.8)
+            guess = np.array(first[name]["cloud"])
+            panel.plot(
+                true,
+                guess,
+                ".",
+                color=colours[name],
+                markersize=3,
+                alpha=0.5,
+                markeredgewidth=0,
+                rasterized=True,
+            )
+            panel.set(xlim=(0, limit), ylim=(0, limit), xlabel="true probability", aspect="equal")
+            panel.set_title(f"{grid.ESTIMATORS[name]}, seed 0", loc="left")
+        clouds[0].set_ylabel("estimated")
+        shown = [name for name in order if name != "marginal"]
+        panels = bottom.subplots(2, len(shown) + 1)
+        for number, (line, (state, action)) in enumerate(zip(panels, first["flow"]["pairs"])):
+            maps = {"true": first["flow"]["true_maps"][number]} | {n: first[n]["maps"][number] for n in shown}
+            high = max(max(values) for values in maps.values())
+            for panel, (name, values) in zip(line, maps.items()):
+                picture = panel.imshow(np.reshape(values, (grid.SIZE, grid.SIZE)), cmap="viridis", vmin=0, vmax=high)
+                row, column = divmod(state, grid.SIZE)
+                step = 0.9 * np.array(grid.MOVES[action])
+                panel.annotate(
+                    "", (column + step[1], row + step[0]), (column, row), annotation_clip=False,
+                    arrowprops={"arrowstyle": "->", "color": "white", "lw": 1.3, "shrinkA": 0, "shrinkB": 0},
+                )  # fmt: skip
+                panel.plot(column, row, "o", color="white", markersize=3.5)
+                panel.set(xticks=[], yticks=[])
+                panel.spines[:].set_visible(False)
+                if number == 0:
+                    title = grid.ESTIMATORS.get(name, name).replace(", ", ",\n")
+                    panel.set_title(title, fontsize=8.5, fontweight="bold" if name == "true" else "normal")
+            bar = bottom.colorbar(picture, ax=list(line), shrink=0.8, pad=0.01, aspect=12)
+            bar.outline.set_visible(False)
+        for line, visits, word in zip(panels, first["flow"]["visits"], ("most", "least")):
+            line[0].set_ylabel(f"{word} often\nseen: {visits} ×", fontsize=8.5)
         _output.save_figure(figure, path)
         plt.close(figure)
 
