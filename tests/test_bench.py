@@ -509,3 +509,16 @@ def test_a_folder_to_write_to_is_refused_before_anything_is_measured(name, tmp_p
 
     with pytest.raises(UserError, match="is a folder"):
         cli._dispatch(["bench", name, "--out", str(tmp_path)])
+
+
+def test_out_of_another_benchmark_is_not_replaced(tmp_path):
+    """Known before anything is measured; what the file held is still there."""
+    mine, other = tmp_path / "scan.json", tmp_path / "train.json"
+    common.write(mine, "scan", {}, [])
+    common.write(other, "train", {}, [])
+    common.check_out(mine, "scan")
+    common.check_out(tmp_path / "new.json", "scan")
+    before = other.read_text()
+    with pytest.raises(UserError, match="name another file"):
+        common.check_out(other, "scan")
+    assert other.read_text() == before

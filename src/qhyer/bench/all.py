@@ -48,7 +48,7 @@ def everything(
         workers: processes that step environments; one per core when not given
         seconds: how long to measure each row
     """
-    common.check_out(out)
+    common.check_out(out, "all")
     device = runs.resolve_device(device)
     common.read_rows(out)  # a file that cannot take rows is found now
     what: dict[str, Any] = {"agent": agent, "dataset": dataset, "preset": preset, "device": device}

@@ -392,10 +392,23 @@ def writing_into(path: Path) -> Iterator[None]:
         _into.reset(token)
 
 
-def check_out(out: Path | None) -> None:
-    """An `--out` that cannot be written is found before anything is measured."""
-    if out is not None and out.is_dir():
+def check_out(out: Path | None, name: str) -> None:
+    """An `--out` that cannot be written, or holds what another benchmark measured, is found before any work."""
+    if out is None or not out.exists():
+        return
+    if out.is_dir():
         raise UserError(f"--out {out} is a folder; name the JSON file to write")
+    try:
+        held = json.loads(out.read_text())
+    except ValueError:
+        held = None
+    if name == "all":
+        read_rows(out)
+    elif not isinstance(held, dict) or held.get("bench") != name:
+        raise UserError(
+            f"{out} holds something else than `qhyer bench {name}` wrote; name another file, "
+            "or let `qhyer bench all --out FILE` put everything into one"
+        )
 
 
 def write(out: Path | None, name: str, facts: dict[str, Any], rows: Sequence[BenchRow]) -> None:

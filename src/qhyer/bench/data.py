@@ -28,7 +28,7 @@ def data(
     """
     from qhyer.data.generate import measure_rate
 
-    check_out(out)
+    check_out(out, "data")
     registered = registry.get(dataset)
     rate = measure_rate(registered, episodes, rows)
     row = BenchRow(

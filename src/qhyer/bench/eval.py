@@ -65,7 +65,7 @@ def evaluation(
         workers: processes that step environments; one per core when not given
         out: a JSON file to write
     """
-    common.check_out(out)
+    common.check_out(out, "eval")
     device = runs.resolve_device(device)
     require(workers is None or workers >= 1, "workers must be at least 1")
     config = EvalConfig(episodes=episodes)

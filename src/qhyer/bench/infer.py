@@ -146,7 +146,7 @@ def infer(
         seconds: how long to measure each batch size
         out: a JSON file to write
     """
-    common.check_out(out)
+    common.check_out(out, "infer")
     device = resolve_device(device)
     for size in batch:
         if size < 1:

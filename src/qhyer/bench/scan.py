@@ -204,7 +204,7 @@ def scan(
         seconds: how long to measure each row
         out: a JSON file to write
     """
-    common.check_out(out)
+    common.check_out(out, "scan")
     device = runs.resolve_device(device)
     place = torch.device(device)
     cuda = place.type == "cuda"

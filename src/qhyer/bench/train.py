@@ -321,7 +321,7 @@ def updates(
         top: how many of them to print
         out: a JSON file to write
     """
-    common.check_out(out)
+    common.check_out(out, "train")
     device = runs.resolve_device(device)
     place = torch.device(device)
     require(all(size >= 1 for size in (*batch, *seeds)), "--batch and --seeds must be at least 1")
