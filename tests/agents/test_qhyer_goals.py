@@ -1,0 +1,111 @@
+"""What QHyer may do beyond its paper about goals and actions: densities stay densities, a mixture takes a side."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from qhyer import losses, runs
+from qhyer.data.episodes import Episodes
+
+
+@pytest.fixture(scope="module")
+def lamps() -> Episodes:
+    """Walks in one dimension past two lamps that change now and then; the goal is the place and both lamps."""
+    rng = np.random.default_rng(0)
+    place, lamp = rng.normal(size=(4, 40)).cumsum(1) * 0.3, rng.integers(0, 2, size=(4, 40, 2))
+    observations = np.concatenate([place[..., None], lamp], -1).reshape(160, 3)
+    actions = rng.uniform(-1, 1, size=(160, 1))
+    return Episodes.from_arrays(observations, actions, 40 * np.arange(1, 5) - 1, goal=[0, 1, 2], name="lamps")
+
+
+def agent_of(episodes: Episodes, tiny_config, shake, **options):
+    agent = runs.build_agent("qhyer", tiny_config("qhyer", **options), episodes.spec(), 0)
+    shake(agent)
+    return agent
+
+
+def test_coordinates_of_two_values_are_found(lamps, point_world):
+    assert lamps.spec().goal_binary == (False, True, True)
+    assert point_world.spec().goal_binary == ()
+
+
+@pytest.mark.parametrize("frame", ["absolute", "relative"])
+@pytest.mark.parametrize("defence", [0.0, 0.2])
+def test_bits_and_flow_together_are_a_density(frame, defence, lamps, tiny_config, shake):
+    """The sum over both lamps of the integral over places is one, for any state and action."""
+    agent = agent_of(lamps, tiny_config, shake, binary_goals="bits", goal_frame=frame, flow_defence=defence)
+    state, action = lamps.observations[[7]], lamps.actions[[7]]
+    spec = lamps.spec()
+    grid = torch.linspace(-12.0, 12.0, 4001)
+    total = 0.0
+    for pattern in itertools.product([0.0, 1.0], repeat=2):
+        lamp = [(b - spec.observation_mean[i]) / spec.observation_std[i] for b, i in zip(pattern, (1, 2))]
+        goals = torch.stack([grid, torch.full_like(grid, lamp[0]), torch.full_like(grid, lamp[1])], -1)
+        with torch.no_grad():
+            p = agent.log_density(state.expand(len(grid), -1), action.expand(len(grid), -1), goals).double().exp()
+        total += float(torch.trapezoid(p, grid))
+    assert total == pytest.approx(1.0, abs=1e-3)
+
+
+def test_seen_from_the_state_a_goal_is_a_difference_and_a_change(lamps, tiny_config, shake):
+    """Move state and goal together, change a lamp in both: with an encoder that sees nothing, Q stays."""
+    agent = agent_of(lamps, tiny_config, shake, binary_goals="bits", goal_frame="relative")
+    with torch.no_grad():
+        for parameter in agent.critic["encoder"].parameters():
+            parameter.zero_()
+    action = torch.zeros(1, 1)
+    state, goal = torch.tensor([[0.3, 0.0, 1.0]]), torch.tensor([[0.8, 1.0, 1.0]])
+    q = agent.log_density(state, action, agent.goal_coordinates(goal))
+    moved, aim = torch.tensor([[-0.4, 1.0, 0.0]]), torch.tensor([[0.1, 0.0, 0.0]])
+    torch.testing.assert_close(agent.log_density(moved, action, agent.goal_coordinates(aim)), q)
+    other = torch.tensor([[0.1, 1.0, 0.0]])
+    assert not torch.allclose(agent.log_density(moved, action, agent.goal_coordinates(other)), q)
+
+
+def test_noise_moves_places_and_never_lamps(lamps, tiny_config, shake):
+    """Noise of five standard deviations would turn half of the lamps over; with lamps alone as goals, it does nothing."""
+    only = Episodes(lamps.observations, lamps.actions, lamps.ends, (1, 2))
+    agents = [agent_of(only, tiny_config, shake, binary_goals="bits", flow_noise=noise) for noise in (0.0, 5.0)]
+    assert all("flow" not in agent.critic for agent in agents)
+    batch = agents[0].stages()[0].sampler.build(only, torch.Generator().manual_seed(0)).sample(16)
+    quiet, noisy = (float(agent.critic_loss(batch)[0].detach()) for agent in agents)
+    assert quiet == noisy
+
+
+def test_mixture_nll_is_the_mixtures():
+    torch.manual_seed(0)
+    logits, means, log_stds = torch.randn(6, 3), torch.randn(6, 3, 2), 0.3 * torch.randn(6, 3, 2)
+    target = torch.randn(6, 2)
+    D = torch.distributions
+    mixture = D.MixtureSameFamily(D.Categorical(logits=logits), D.Independent(D.Normal(means, log_stds.exp()), 1))
+    torch.testing.assert_close(losses.mixture_nll(logits, means, log_stds, target), -mixture.log_prob(target))
+
+
+@pytest.mark.parametrize("head", ["gaussian", "mixture", "best_of_mixture"])
+def test_where_two_ways_lead_to_the_goal_a_mixture_takes_one(head, tiny_config):
+    """Every goal is reached by pushing left or right equally often: one Gaussian stands still, a mixture goes."""
+    rng = np.random.default_rng(0)
+    actions = rng.choice([-0.8, 0.8], size=(400, 1)) + 0.02 * rng.normal(size=(400, 1))
+    episodes = Episodes.from_arrays(rng.normal(size=(400, 2)), actions, 20 * np.arange(1, 21) - 1, goal=[0], name="two")
+    options = dict(context=1, action_head=head, mixtures=4, batch_size=64, conditioning="flow", learning_rate=3e-3)
+    agent = runs.build_agent("qhyer", tiny_config("qhyer", **options), episodes.spec(), 0).train()
+    stage = agent.stages()[0]
+    sampler = stage.sampler.build(episodes, torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    for _ in range(150):
+        loss, _ = stage.loss(sampler.sample(64))
+        for optimizer in stage.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in stage.optimizers:
+            optimizer.step()
+    agent.eval()
+    action, _ = agent.act(episodes.observations[:50], episodes.observations[50:100], None)
+    if head == "gaussian":
+        assert action.abs().mean() < 0.5
+    else:
+        assert ((action.abs() - 0.8).abs() < 0.25).float().mean() > 0.9
