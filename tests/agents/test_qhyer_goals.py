@@ -67,7 +67,7 @@ def test_seen_from_the_state_a_goal_is_a_difference_and_a_change(lamps, tiny_con
 
 
 def test_noise_moves_places_and_never_lamps(lamps, tiny_config, shake):
-    """Noise of five standard deviations would turn half of the lamps over; with lamps alone as goals, it does nothing."""
+    """Noise of five deviations would turn half of the lamps over; with lamps alone as goals it does nothing."""
     only = Episodes(lamps.observations, lamps.actions, lamps.ends, (1, 2))
     agents = [agent_of(only, tiny_config, shake, binary_goals="bits", flow_noise=noise) for noise in (0.0, 5.0)]
     assert all("flow" not in agent.critic for agent in agents)
