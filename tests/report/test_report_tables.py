@@ -38,8 +38,8 @@ def test_the_score_is_the_last_step(runs):
 def test_csv_and_markdown(runs):
     rows = rows_of(runs)
     lines = success_csv(rows).splitlines()
-    assert lines[0] == "dataset,agent,preset,variant,task,step,seeds,episodes,mean,std,low,high,interval,iqm"
-    assert lines[1].startswith("pointmaze-medium-navigate-v0,gcbc,demo,,overall,200,1,8,12.5,,")
+    assert lines[0] == "dataset,agent,preset,variant,task,step,batch,seeds,episodes,mean,std,low,high,interval,iqm"
+    assert lines[1].startswith("pointmaze-medium-navigate-v0,gcbc,demo,,overall,200,,1,8,12.5,,")
     assert len(lines) == 1 + len(rows)
     text = success_markdown(rows)
     assert "| agent | preset | seeds | success % | 95 % interval | task 1 | task 2 |" in text

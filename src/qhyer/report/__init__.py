@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qhyer.report.collect import Table, collect
 from qhyer.report.compare import Comparison, compare, comparison_csv
+from qhyer.report.suite import put_into, suite, suite_markdown, wanted
 from qhyer.report.tables import (
     SuccessRow,
     episodes_csv,
@@ -15,6 +16,7 @@ from qhyer.report.tables import (
     success_csv,
     success_markdown,
     success_rows,
+    summary_csv,
     warnings,
 )
 from qhyer.storage import write_text
@@ -33,9 +35,13 @@ class Report:
     problems: tuple[str, ...]
 
 
-def write_report(runs: Sequence[Path], out: Path) -> Report:
+def write_report(
+    runs: Sequence[Path], out: Path, *, summary: Path | None = None, table_in: Path | None = None
+) -> Report:
     """Write `out`/index.html, success.csv, success.md and episodes.csv for every run found under `runs`.
 
+    Where the runs are on several of OGBench's manipulation datasets, also ogbench.md: published against ours.
+    `summary` is a file for one line per run, `table_in` a Markdown file that holds OGBench's table between two marks.
     A run that cannot be read is named in the page and in `problems`; raises `UserError` when none can.
     """
     from qhyer.report import html  # matplotlib takes a second to import; the tables do not need it
@@ -47,12 +53,19 @@ def write_report(runs: Sequence[Path], out: Path) -> Report:
     rows = success_rows(found)
     comparison = compare(rows)
     notes = warnings(found)
+    against = suite(rows)
     text, undrawn = html.page(table, found, rows, comparison, notes, sources, out)
     write_text(out / "success.csv", success_csv(rows))
     write_text(out / "success.md", success_markdown(rows))
     write_text(out / "episodes.csv", episodes_csv(table.episodes))
     if comparison:
         write_text(out / "published.csv", comparison_csv(comparison))
+    if wanted(rows):
+        write_text(out / "ogbench.md", suite_markdown(against))
+    if summary is not None:
+        write_text(summary, summary_csv(table))
+    if table_in is not None:
+        put_into(table_in, suite_markdown(against))
     write_text(out / "index.html", text)
     problems = (*table.problems, *notes, *undrawn)
     return Report(out / "index.html", table, tuple(rows), tuple(comparison), problems)

@@ -36,6 +36,7 @@ COLUMNS = (
     "length",
     "seconds",
 )
+ASIDE = "exploration"  # runs kept to show how a setting was found: counted only where this folder itself is named
 NEEDED = (
     "agent",
     "preset",
@@ -266,7 +267,7 @@ def _bare_runs(path: Path) -> list[Run]:
 
 
 def find(paths: Iterable[Path], skip: Path | None = None) -> tuple[list[Path], list[Path], list[str]]:
-    """Run folders, bare CSV files and problems under `paths`.
+    """Run folders, bare CSV files and problems under `paths`; folders called `exploration` below them are left out.
 
     `skip` is a report's own folder, met when the report is written inside the folder it is about.
     """
@@ -289,7 +290,7 @@ def find(paths: Iterable[Path], skip: Path | None = None) -> tuple[list[Path], l
             if skip is not None and here != path and here.resolve() == skip.resolve():
                 folders.clear()
                 continue
-            folders[:] = sorted(name for name in folders if not name.startswith((TEMPORARY, ".")))
+            folders[:] = sorted(name for name in folders if not name.startswith((TEMPORARY, ".")) and name != ASIDE)
             if "run.json" in files:
                 runs.setdefault(here.resolve(), here)
             elif "episodes.csv" in files:

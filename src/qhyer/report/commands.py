@@ -11,22 +11,35 @@ from qhyer.report import Report, write_report
 from qhyer.report.tables import OVERALL, best, between, identity, label, mean_std, number, wide
 
 
-def report(runs: tuple[Path, ...], /, *, out: Path = Path("report")) -> None:
+def report(
+    runs: tuple[Path, ...],
+    /,
+    *,
+    out: Path = Path("report"),
+    summary: Path | None = None,
+    table: Path | None = None,
+) -> None:
     """Write one self-contained page about runs, with its tables beside it, and print the headline.
 
     Args:
-        runs: Run folders, folders that contain runs at any depth, or episodes.csv files.
-        out: The folder to write: index.html, success.csv, success.md, episodes.csv.
+        runs: Run folders, folders that contain runs at any depth, or episodes.csv files. Folders called exploration
+            are left out unless they are named themselves.
+        out: The folder to write: index.html, success.csv, success.md, episodes.csv; with several of OGBench's
+            manipulation datasets also ogbench.md, published against ours.
+        summary: A CSV to write as well: one line for each run, with its final success in percent.
+        table: A Markdown file with two comment marks, such as docs/ogbench.md: OGBench's table is put between them.
     """
     console = Console()
-    made = write_report(runs, out)
+    made = write_report(runs, out, summary=summary, table_in=table)
     for grid, short in zip(headline(made), headline(made, tasks=False)):
         room = console.options.update(max_width=1000)  # measured as if there were room for everything
         fits = console.measure(grid, options=room).maximum <= console.width
         console.print(grid if fits else short)
     for problem in made.problems:
         console.print(f"note: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"page: {made.page}", markup=False, highlight=False, soft_wrap=True)
+    for name, path in (("summary", summary), ("table", table), ("page", made.page)):
+        if path is not None:
+            console.print(f"{name}: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def headline(made: Report, tasks: bool = True) -> list[Grid]:

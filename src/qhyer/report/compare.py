@@ -25,7 +25,9 @@ class Comparison:
     variant: str
     seeds: int
     step: str
+    batch: str
     ours: float
+    std: float  # over seeds; NaN with one
     low: float
     high: float
     difference: float
@@ -54,7 +56,9 @@ def _pair(entry: Published | None, row: SuccessRow | None) -> Comparison:
         variant=row.variant if row else "",
         seeds=row.seeds if row else 0,
         step=row.step if row else "",
+        batch=row.batch if row else "",
         ours=row.mean if row else math.nan,
+        std=row.std if row else math.nan,
         low=row.low if row else math.nan,
         high=row.high if row else math.nan,
         difference=row.mean - published if row and entry else math.nan,
@@ -62,11 +66,14 @@ def _pair(entry: Published | None, row: SuccessRow | None) -> Comparison:
     )
 
 
-def compare(rows: Sequence[SuccessRow]) -> list[Comparison]:
-    """For each dataset with published numbers: our lines first, then what we have not run, highest first."""
+def compare(rows: Sequence[SuccessRow], datasets: Sequence[str] = ()) -> list[Comparison]:
+    """For each dataset with published numbers: our lines first, then what we have not run, highest first.
+
+    `datasets` come first and are there even where nothing was run on them.
+    """
     found: list[Comparison] = []
     overall = [row for row in rows if row.task == OVERALL]
-    for dataset in dict.fromkeys(row.dataset for row in overall):
+    for dataset in dict.fromkeys([*datasets, *(row.dataset for row in overall)]):
         entries = for_dataset(dataset)
         if not entries:
             continue
@@ -83,6 +90,11 @@ def compare(rows: Sequence[SuccessRow]) -> list[Comparison]:
 def published_text(line: Comparison) -> str:
     spread = "" if math.isnan(line.published_std) else f" ± {number(line.published_std)}"
     return number(line.published) + spread
+
+
+def mean_text(line: Comparison) -> str:
+    spread = "" if math.isnan(line.std) else f" ± {number(line.std)}"
+    return number(line.ours) + spread
 
 
 def ours_text(line: Comparison) -> str:

@@ -26,6 +26,7 @@ from qhyer.report.compare import (
     tally,
 )
 from qhyer.report.statistics import RESAMPLES
+from qhyer.report.suite import AGENTS_CAPTION, MAIN_CAPTION, NOTE, Cells, agents_table, main_table, suite, wanted
 from qhyer.report.tables import (
     OVERALL,
     Group,
@@ -264,6 +265,28 @@ def _comparison(lines: Sequence[Comparison]) -> str:
     )
 
 
+def _cells(caption: str, table: Cells) -> str:
+    """A table of plain cells; the first two columns are text."""
+    header, lines = table
+    head = "".join(f'<th scope="col"{" class=t" if i < 2 else ""}>{escape(name)}</th>' for i, name in enumerate(header))
+    body = ""
+    for cells in lines:
+        quiet = ' class="quiet"' if NOT_RUN in cells else ""
+        body += f'<tr{quiet}><th scope="row" class="t">{escape(cells[0])}</th><td class="t">{escape(cells[1])}</td>'
+        body += "".join(f"<td>{escape(cell)}</td>" for cell in cells[2:]) + "</tr>"
+    return _table(caption, f"<tr>{head}</tr>", f"<tbody>{body}</tbody>")
+
+
+def _suite(rows: Sequence[SuccessRow]) -> str:
+    lines = suite(rows)
+    return (
+        '<section id="ogbench"><h2>OGBench manipulation</h2>'
+        + _cells(MAIN_CAPTION, main_table(lines))
+        + _cells(AGENTS_CAPTION, agents_table(lines))
+        + f"<p class=small>{escape(NOTE)}</p></section>"
+    )
+
+
 class _Pictures:
     """Draws within the page's budget; a picture that cannot be drawn becomes a sentence."""
 
@@ -491,7 +514,9 @@ def page(
     if problems:
         items = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
         warning = f'<aside class="note"><p>Before you compare</p><ul>{items}</ul></aside>'
+    against = _suite(rows) if wanted(rows) else ""
     links = [*((anchor(dataset), dataset) for dataset in datasets)] if len(datasets) > 1 else []
+    links = [("ogbench", "OGBench manipulation"), *links] if against else links
     links += [("runs", "Runs"), ("reproduce", "Reproduce"), ("statistics", "How to read the numbers")]
     nav = "".join(f'<li><a href="#{target}">{escape(name)}</a></li>' for target, name in links)
     css = CSS.replace("LIGHT", figures.theme_css(dark=False)).replace("DARK", figures.theme_css(dark=True))
@@ -515,6 +540,7 @@ def page(
 {_headline(rows)}
 {warning}
 </section>
+{against}
 {sections}
 <section id="runs"><h2>Runs</h2>{"".join(_details(run) for run in table.runs)}</section>
 <section id="reproduce"><h2>Reproduce</h2>{_reproduce(table, sources, out)}</section>

@@ -14,6 +14,7 @@ from functools import cache
 QHYER = "QHyer paper, table “Results on OGBench manipulation tasks” (8 seeds; 4 for pixels)"
 SAW = "SAW paper (Zhou et al. 2025), table 1"
 SAW_QUOTING = "OGBench paper (Park et al. 2025), as quoted in table 1 of the SAW paper (Zhou et al. 2025)"
+NF = "Normalizing-flow paper (Ghugare and Eysenbach 2025), NF-GCBC, 5 seeds, means only"
 OGBENCH = "OGBench paper (Park et al. 2025), means only, quoted second-hand"
 
 _QHYER_TABLE = """
@@ -70,6 +71,14 @@ dataset                           GCBC   GCIQL    HIQL
 pointmaze-medium-navigate-v0         9      53      79
 """
 
+_NF_TABLE = """
+dataset                        NF-GCBC
+cube-single-play-v0               79.5
+cube-double-play-v0               35.1
+scene-play-v0                     42.0
+puzzle-3x3-play-v0                 4.5
+"""
+
 
 @dataclass(frozen=True)
 class Published:
@@ -102,6 +111,7 @@ def published() -> tuple[Published, ...]:
         *_read(_SAW_OWN, SAW),
         *_read(_SAW_RERUN, f"{SAW}, rerun there with expectile 0.9"),
         *_read(_OGBENCH_TABLE, OGBENCH),
+        *_read(_NF_TABLE, NF),
     )
 
 

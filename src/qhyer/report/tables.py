@@ -54,6 +54,12 @@ class Group:
         steps = sorted({run.steps[-1] for run in self.scored})
         return "" if not steps else str(steps[0]) if len(steps) == 1 else f"{steps[0]}–{steps[-1]}"
 
+    @property
+    def batch(self) -> str:
+        """The batch of an update, where the runs say it and agree."""
+        sizes = {batch_size(run) for run in self.scored}
+        return sizes.pop() if len(sizes) == 1 else ""
+
 
 @dataclass(frozen=True)
 class SuccessRow:
@@ -65,6 +71,7 @@ class SuccessRow:
     variant: str
     task: str
     step: str
+    batch: str
     seeds: int
     episodes: int
     mean: float
@@ -94,6 +101,13 @@ def _settings(run: Run) -> dict[str, Any]:
         settings["data"] = str(data["fingerprint"])[:8]
     settings.pop("seed", None)
     return settings
+
+
+def batch_size(run: Run) -> str:
+    """As run.json has it; nothing where it does not."""
+    config = run.info.get("config")
+    size = config.get("batch_size") if isinstance(config, Mapping) else None
+    return str(size) if isinstance(size, int) else ""
 
 
 def _text(value: Any) -> str:
@@ -193,6 +207,7 @@ def _row(group: Group, task: str, members: Sequence[Sequence[Episode]], strata: 
         variant=group.variant,
         task=task,
         step=group.step,
+        batch=group.batch,
         seeds=len(members),
         episodes=episodes,
         mean=100 * mean,
@@ -275,6 +290,20 @@ def success_csv(rows: Sequence[SuccessRow]) -> str:
 
 def episodes_csv(rows: Iterable[Episode]) -> str:
     return to_csv(COLUMNS, ([int(v) if n == "success" else v for n, v in zip(COLUMNS, row.values())] for row in rows))
+
+
+def summary_csv(table: Table) -> str:
+    """One line for each evaluated run: its final score in percent, the mean over tasks."""
+    names = ("dataset", "agent", "preset", "seed", "updates", "batch", "success")
+    runs = [run for run in table.runs if run.last]
+    runs.sort(key=lambda run: (natural(run.dataset), run.agent, run.preset, run.seed, natural(run.name)))
+    return to_csv(
+        names,
+        (
+            (run.dataset, run.agent, run.preset, run.seed, run.steps[-1], batch_size(run), 100 * run_score(run.last))
+            for run in runs
+        ),
+    )
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]], left: int = 1) -> str:

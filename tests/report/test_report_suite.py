@@ -1,0 +1,184 @@
+"""The table of OGBench's manipulation datasets, and the committed one against the committed rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from qhyer.errors import UserError
+from qhyer.report import write_report
+from qhyer.report.collect import collect
+from qhyer.report.commands import report as command
+from qhyer.report.suite import SUITE, agents_table, main_table, put_into, suite, suite_markdown
+from qhyer.report.tables import groups, success_rows, summary_csv
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "results" / "ogbench"
+MARKS = "# Title\n\n<!-- ogbench table: made by a command -->\nold\n<!-- end of ogbench table -->\n\nAfter.\n"
+
+
+def lines_of(root):
+    return suite(success_rows(groups(collect([root]))))
+
+
+@pytest.fixture
+def some(tmp_path, make_run):
+    """QHyer twice and GCBC once on cube-single-play, QHyer once on scene-noisy, NF-GCBC where nothing is published."""
+    root = tmp_path / "records"
+    big = {"batch_size": 256}
+    make_run(root, "qhyer", 0, {1: [1, 1, 1, 1]}, dataset="cube-single-play-v0", preset="best", config=big)
+    make_run(root, "qhyer", 1, {1: [1, 1, 0, 0]}, dataset="cube-single-play-v0", preset="best", config=big)
+    make_run(root, "gcbc", 0, {1: [1, 0, 0, 0]}, dataset="cube-single-play-v0", preset="paper")
+    make_run(root, "qhyer", 0, {1: [1, 0]}, name="other", dataset="scene-noisy-v0", preset="best", config=big)
+    make_run(root, "nf_gcbc", 0, {1: [1, 0]}, dataset="scene-noisy-v0", preset="paper", config=big)
+    return root
+
+
+def test_every_dataset_has_a_line_and_what_was_not_run_says_so(some):
+    header, body = main_table(lines_of(some))
+    assert len(SUITE) == 10 and [line[0] + "-v0" for line in body] == list(SUITE)
+    assert all(len(line) == len(header) for line in body)
+    found = {line[0]: line[1:] for line in body}
+    # seeds of 100 and 50: mean 75, standard deviation 50/√2
+    assert found["cube-single-play"] == ["best", "84 ± 4", "75 ± 35.4", "50–100", "2", "200 × 256", "−9"]
+    assert found["scene-noisy"][:3] == ["best", "25 ± 5", "50"] and found["scene-noisy"][-1] == "+25"
+    assert found["cube-double-play"] == ["", "56 ± 2", "not run", "", "", "", ""]
+    assert sum(line[3] == "not run" for line in body) == 8
+
+
+def test_baselines_stand_beside_their_published_numbers(some):
+    header, body = agents_table(lines_of(some))
+    assert header[2:] == ["QHyer", "GCBC", "GCIVL", "GCIQL", "QRL", "CRL", "HIQL", "NF-GCBC"]
+    at = {name: number for number, name in enumerate(header)}
+    first, ours = body[0], body[1]
+    assert first[:2] == ["cube-single-play", "published"] and ours[:2] == ["", "ours"]
+    # of two published numbers for HIQL here, the one printed in the paper that all the others come from
+    assert (first[at["GCBC"]], first[at["HIQL"]], first[at["NF-GCBC"]]) == ("6 ± 2", "15 ± 3", "79.5")
+    assert ours[at["GCBC"]] == "25 (1; 200)" and ours[at["QHyer"]] == "75 ± 35.4 (2; 200 × 256)" and not ours[at["QRL"]]
+    noisy = next(number for number, line in enumerate(body) if line[0] == "scene-noisy")
+    assert body[noisy][at["NF-GCBC"]] == "" and body[noisy + 1][at["NF-GCBC"]] == "50 (1; 200 × 256)"
+    assert len(body) == len(SUITE) + 2
+
+
+def test_two_settings_of_an_agent_are_two_lines(some, make_run):
+    make_run(some, "qhyer", 0, {1: [0, 0]}, name="paper", dataset="scene-noisy-v0", preset="paper")
+    lines = lines_of(some)
+    assert [line[1] for line in main_table(lines)[1] if line[0] == "scene-noisy"] == ["best", "paper"]
+    assert "best: 50 (1; 200 × 256); paper: 0 (1; 200)" in suite_markdown(lines)
+
+
+def test_exploration_is_left_out_unless_named(some, make_run):
+    before = suite_markdown(lines_of(some))
+    make_run(some / "exploration", "qhyer", 0, {1: [0] * 4}, name="try", dataset="cube-single-play-v0", preset="best")
+    assert suite_markdown(lines_of(some)) == before
+    assert len(collect([some / "exploration"]).runs) == 1
+
+
+def test_the_page_has_the_table_when_several_datasets_were_run(some, runs, tmp_path):
+    report = write_report([some], tmp_path / "out")
+    text = report.page.read_text()
+    assert text.count('id="ogbench"') == 1 and 'href="#ogbench"' in text and "<td>not run</td>" in text
+    assert (tmp_path / "out" / "ogbench.md").read_text() == suite_markdown(lines_of(some))
+    assert 'id="ogbench"' not in write_report([runs], tmp_path / "maze").page.read_text()
+    assert not (tmp_path / "maze" / "ogbench.md").exists()
+
+
+def test_the_block_is_replaced_and_nothing_else(some, tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text(MARKS)
+    put_into(path, "new\n")
+    once = path.read_text()
+    assert "old" not in once and "\nnew\n" in once and once.startswith("# Title\n") and once.endswith("\nAfter.\n")
+    put_into(path, "new\n")
+    assert path.read_text() == once
+    path.write_text("# Title\n")
+    with pytest.raises(UserError, match="no place for the table"):
+        put_into(path, "new\n")
+    assert path.read_text() == "# Title\n"
+
+
+def test_command_writes_summary_and_table(some, tmp_path, capsys):
+    path = tmp_path / "page.md"
+    path.write_text(MARKS)
+    command((some,), out=tmp_path / "out", summary=tmp_path / "summary.csv", table=path)
+    assert (tmp_path / "summary.csv").read_text().splitlines() == [
+        "dataset,agent,preset,seed,updates,batch,success",
+        "cube-single-play-v0,gcbc,paper,0,200,,25",
+        "cube-single-play-v0,qhyer,best,0,200,256,100",
+        "cube-single-play-v0,qhyer,best,1,200,256,50",
+        "scene-noisy-v0,nf_gcbc,paper,0,200,256,50",
+        "scene-noisy-v0,qhyer,best,0,200,256,50",
+    ]
+    assert "84 ± 4" in path.read_text() and "summary.csv" in capsys.readouterr().out.replace("\n", "")
+
+
+# ------------------------------------------------------------------------------------------------ what is committed
+
+
+def test_the_committed_summary_is_made_from_the_committed_rows():
+    assert (RECORDS / "summary.csv").read_text() == summary_csv(collect([RECORDS]))
+
+
+def test_the_committed_table_is_made_from_the_committed_rows(tmp_path):
+    committed = (ROOT / "docs" / "ogbench.md").read_text()
+    path = tmp_path / "ogbench.md"
+    path.write_text(committed)
+    put_into(path, suite_markdown(lines_of(RECORDS)))
+    assert path.read_text() == committed
+
+
+def test_the_committed_records_are_whole():
+    table = collect([RECORDS])
+    assert not table.problems
+    for run in table.runs:
+        info = run.info
+        assert info["config"] and info["versions"] and len(info["data"]["fingerprint"]) == 64, run.path
+        assert info["command"].startswith("qhyer train") and " /" not in info["command"], run.path
+        assert run.steps == (info["config"]["steps"],), run.path  # the final checkpoint alone
+        tasks = {row.task for row in run.last}
+        assert tasks == {"1", "2", "3", "4", "5"} and len(run.last) == 250, run.path
+        assert sum(file.stat().st_size for file in run.path.iterdir()) < 60_000, run.path
+        assert run.path.relative_to(RECORDS).parts == (
+            run.dataset.removesuffix("-v0"),
+            f"{run.agent}-{run.preset}",
+            f"s{run.seed}",
+        )
+
+
+def test_the_account_of_what_was_tried_agrees_with_its_rows():
+    folder = RECORDS / "exploration"
+    text = (folder / "README.md").read_text()
+    runs = collect([folder]).runs
+    assert len(runs) == sum(line.startswith("| ") and not line.startswith("| run ") for line in text.splitlines())
+    for run in runs:
+        tasks = [[row.success for row in run.last if row.task == str(task)] for task in range(1, 6)]
+        rates = [100 * sum(values) / len(values) for values in tasks]
+        scores = " | ".join(f"{value:.0f}" for value in (sum(rates) / 5, *rates))
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| {run.path.name} |")]
+        assert line.endswith(f" | {scores} |"), run.path
+
+
+def test_the_manifest_has_every_cell():
+    """Each committed run is a cell of the manifest, with the configuration that its preset has today."""
+    from qhyer.config import to_dict
+    from qhyer.manifest import read
+
+    cells = {
+        (cell.agent, cell.preset, cell.dataset, cell.seed): cell for cell in read(ROOT / "docs/examples/ogbench.toml")
+    }
+    for agent in ("qhyer", "gcbc", "gcivl", "gciql", "qrl", "crl", "hiql", "nf_gcbc"):
+        assert {dataset for name, _, dataset, _ in cells if name == agent} == set(SUITE), agent
+    with open(RECORDS / "summary.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows
+    for row in rows:
+        cell = cells[row["agent"], row["preset"], row["dataset"], int(row["seed"])]
+        name = f"{row['agent']}-{row['preset']}"
+        folder = RECORDS / row["dataset"].removesuffix("-v0") / name / f"s{row['seed']}"
+        info = json.loads((folder / "run.json").read_text())
+        config = json.loads(json.dumps(to_dict(cell.config)))
+        assert info["config"] == {key: config[key] for key in info["config"]}, folder
+        assert info["train"]["precision"] == cell.train.precision
