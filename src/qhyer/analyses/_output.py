@@ -117,4 +117,4 @@ def show(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
         table.add_row(*line)
     console = Console()
     # A pipe has no width: a table cut to 80 columns there would lose its numbers.
-    (console if console.is_terminal else Console(width=200)).print(table)
+    (console if console.is_terminal else Console(width=260)).print(table)

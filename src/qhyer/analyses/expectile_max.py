@@ -226,7 +226,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
             panel.set_ylim(0, 1.3 * limit)
             panel.set_aspect("equal")
         panels[0].set_ylabel("predicted")
-        top.supxlabel("true maximum of Q over the data's actions (a point: one state and goal, seed 0)", fontsize=9.5)
+        top.supxlabel(
+            "true maximum of Q over the data's actions (grey: exact expectile, orange: on the flow's Q; seed 0)",
+            fontsize=9.5,
+        )
         axes = bottom.subplots(1, 3)
         x = np.arange(len(TAUS))
         for panel, key, label in zip(axes, ("r2", "mae"), ("R²", "mean absolute error")):
@@ -252,7 +255,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         ):
             mean = [np.mean([r[key] for r in result["rows"] if r["tau"] == t and r["way"] == "exact"]) for t in TAUS]
             panel.semilogy(x, mean, line, color="#1b1d21", linewidth=1.3, label=title)
-        panel.set_title("mean error under the bound", loc="left")
+        panel.set_title("mean absolute error and the bound", loc="left")
         panel.legend(frameon=False, fontsize=8, loc="lower left")
         for panel in axes:
             panel.set_xticks(x, [f"{tau:g}" for tau in TAUS])
