@@ -270,7 +270,8 @@ def slow_act(agent, observations: torch.Tensor, goal: torch.Tensor, q: list, act
                 numbers = agent.action_head(read())
                 rows = []
                 for row, state, aim in zip(numbers, observations[:, -1], agent.goal_coordinates(goal)):
-                    each = [row[m + k * d :][:d].clamp(-1, 1) for k in range(m)]
+                    weights = row[:m].exp() / row[:m].exp().sum()
+                    each = [row[m + k * d :][:d].clamp(-1, 1) for k in range(m) if weights[k] >= 0.5 / m]
                     liked = [float(agent.log_density(state[None], one[None], aim[None])) for one in each]
                     rows.append(each[liked.index(max(liked))])
                 action = torch.stack(rows)

@@ -412,7 +412,8 @@ class QHyer(Agent):
             after["q"] = q_hat if memory is None else torch.cat([memory["q"], q_hat], dim=1)
         numbers = self.action_head(h[:, -1])
         if self.config.action_head == "best_of_mixture":
-            action = self._best_action(observation, goal, self._mixture(numbers)[1].clamp(-1.0, 1.0))
+            logits, means, _ = self._mixture(numbers)
+            action = self._best_action(observation, goal, logits, means.clamp(-1.0, 1.0))
         else:
             action = self._action(numbers).clamp(-1.0, 1.0)
         after["actions"] = action[:, None] if memory is None else torch.cat([memory["actions"], action[:, None]], dim=1)
@@ -427,11 +428,16 @@ class QHyer(Agent):
             return super().acting_state()
         return {name: value for name, value in super().acting_state().items() if not name.startswith("critic.")}
 
-    def _best_action(self, observation: Tensor, goal: Tensor, actions: Tensor) -> Tensor:
-        """Of the actions (n, M, d_a), for each state and goal the one with the highest Q."""
+    def _best_action(self, observation: Tensor, goal: Tensor, logits: Tensor, actions: Tensor) -> Tensor:
+        """Of the Gaussians' means (n, M, d_a), for each state and goal the one with the highest Q.
+
+        Only Gaussians that carry some weight stand for election: one that the data never chose here may have its mean
+        anywhere, and there the critic knows nothing.
+        """
         count = actions.shape[1]
         goals = self.goal_coordinates(goal)[:, None].expand(-1, count, -1)
         q = self.log_density(observation[:, None].expand(-1, count, -1), actions, goals)  # (n, M)
+        q = q.masked_fill(logits.softmax(-1) < 0.5 / count, -torch.inf)
         return actions[torch.arange(len(actions), device=actions.device), q.argmax(-1)]
 
     @torch.no_grad()
