@@ -22,10 +22,8 @@ def report(
     """Write one self-contained page about runs, with its tables beside it, and print the headline.
 
     Args:
-        runs: Run folders, folders that contain runs at any depth, or episodes.csv files. Folders called exploration
-            are left out unless they are named themselves.
-        out: The folder to write: index.html, success.csv, success.md, episodes.csv; with several of OGBench's
-            manipulation datasets also ogbench.md, published against ours.
+        runs: Run folders, folders with runs at any depth (but not below one called exploration), episodes.csv files.
+        out: The folder to write: index.html, success.csv, success.md, episodes.csv; ogbench.md for OGBench's table.
         summary: A CSV to write as well: one line for each run, with its final success in percent.
         table: A Markdown file with two comment marks, such as docs/ogbench.md: OGBench's table is put between them.
     """

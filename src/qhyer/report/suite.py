@@ -26,9 +26,9 @@ MAIN_CAPTION = "QHyer, published against ours"
 AGENTS_CAPTION = "All agents, published and ours"
 NOTE = (
     "Success in percent, ± the standard deviation over seeds. Published: as printed in the QHyer paper (8 seeds, a "
-    "million updates of 1024); NF-GCBC as its own paper has it (means only). Ours: the last evaluation of each run, with "
-    "the interval of docs/protocol.md; difference is our mean less the published one. In brackets: seeds; updates × "
-    "batch. Not run: no run is among these records."
+    "million updates of 1024); NF-GCBC as its own paper has it (means only). Ours: the last evaluation of each run, "
+    "with the interval of docs/protocol.md; difference is our mean less the published one. In brackets: seeds; "
+    "updates × batch. Not run: no run is among these records."
 )
 
 Cells = tuple[list[str], list[list[str]]]
