@@ -91,7 +91,7 @@ def token_spread(agent: Any, windows: Batch) -> dict[str, Any]:
     """The Q tokens of windows, and what the decoder predicts in their place."""
     q = agent.q_values(windows)  # (B, K)
     observations = agent.normalize(windows["observations"])
-    goal = agent.normalize(windows["goals"])[:, None].expand(-1, observations.shape[1], -1)
+    goal = agent.actor_goals(windows["goals"], windows["observations"])
     hidden, _ = agent.decoder(agent.tokens(observations, goal, q, windows["actions"]))
     q_hat = agent.q_head(hidden[:, agent.tokens.state_at :: agent.tokens.per_step]).squeeze(-1)  # (B, K)
     valid = windows["valid"]
