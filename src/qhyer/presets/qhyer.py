@@ -135,8 +135,8 @@ FAST = [
 ]
 
 
-# What reached the most with the least: no history, which cost three times the time per update and gained nothing, and of
-# the goal only what makes it one. docs/ogbench.md has the measurements.
+# What reached the most with the least: no history, which took three times as long per update and gained nothing, and
+# of the goal only what makes it one. docs/ogbench.md has the measurements.
 BEST = [
     *FAST,
     Rule(
