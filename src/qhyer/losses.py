@@ -86,3 +86,9 @@ def binary_nce(logits: Tensor) -> Tensor:
     With label y it is softplus(l) - y l, so that the labels need not be written down.
     """
     return F.softplus(logits).mean() - logits.diagonal(dim1=-2, dim2=-1).mean() / logits.shape[-1]
+
+
+def diagonal_nll(mean: Tensor, log_std: Tensor, target: Tensor) -> Tensor:
+    """-log N(target; mean, diag exp(log_std)^2), summed over the last dimension; log_std is broadcast."""
+    squares = ((target - mean) * torch.exp(-log_std)).square()
+    return (0.5 * squares + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qhyer.data import goals
 from qhyer.data.episodes import Episodes
+from qhyer.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -243,4 +244,177 @@ class WindowSampler:
                 "flow_actions": data.actions[flow_rows],  # (M, d_a)
                 "flow_goals": data.observations[flow_goals],  # (M, d_s)
             }
+        return batch
+
+
+# ------------------------------------------------------------------------------------------- rewards and returns
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """What a row is worth: scale * r + shift, r the dataset's own reward, or 1 at a goal and 0 elsewhere, in hindsight.
+
+    A row is at a goal where its goal coordinates lie within `tolerance` of the goal's, or, with tolerance 0, where it
+    is the goal's own row. The reward of row t belongs to the state s_t, as in D4RL's maze2d files. An episode's final
+    state counts too.
+    """
+
+    tolerance: float = 0.0
+    dataset: bool = False
+    """the dataset's rewards, whatever the goal"""
+    scale: float = 1.0
+    shift: float = 0.0
+
+    def of(self, episodes: Episodes) -> RewardsOf:
+        return RewardsOf(self, episodes)
+
+
+class RewardsOf:
+    """Rewards of one dataset's rows, and their sums to the ends of episodes."""
+
+    def __init__(self, config: Rewards, episodes: Episodes) -> None:
+        self.config, self.episodes = config, episodes
+        lengths = episodes.ends - episodes.starts + 1
+        self.longest = int(lengths.max())
+        self.start_of = torch.repeat_interleave(episodes.starts, lengths)  # (N,)
+        self.stored: Tensor | None = None
+        if config.dataset:
+            stored = getattr(episodes, "rewards", None)
+            if stored is None:
+                raise UserError(f"{episodes.name} has no rewards of its own: train with dataset_rewards off")
+            self.stored = stored.to(episodes.device).float()
+            sums = torch.cumsum(self._worth(self.stored).double(), 0)
+            self.stored_returns = (sums[episodes.end_of] - sums).float() + self._worth(self.stored)
+        self.places = episodes.observations[:, list(episodes.goal_indices)]  # (N, d_g)
+
+    def _worth(self, reached: Tensor) -> Tensor:
+        return self.config.scale * reached + self.config.shift
+
+    def reached(self, rows: Tensor, goal_rows: Tensor) -> Tensor:
+        """1 at a goal, 0 elsewhere; rows and goals of the same shape."""
+        if self.config.tolerance == 0.0:
+            return (rows == goal_rows).float()
+        far = (self.places[rows] - self.places[goal_rows]).square().sum(-1)
+        return (far <= self.config.tolerance**2).float()
+
+    def at(self, rows: Tensor, goal_rows: Tensor) -> Tensor:
+        """Rewards of rows, of their shape."""
+        return self._worth(self.reached(rows, goal_rows) if self.stored is None else self.stored[rows])
+
+    def to_go(self, rows: Tensor, goal_rows: Tensor) -> Tensor:
+        """Sums of the rewards from these rows (B,) to the ends of their episodes, those of both included."""
+        if self.stored is not None:
+            return self.stored_returns[rows]
+        end = self.episodes.end_of[rows]
+        left = (end - rows + 1).float()
+        if self.config.tolerance == 0.0:  # there is one such row at most
+            count = ((goal_rows >= rows) & (goal_rows <= end)).float()
+        else:
+            ahead = rows[:, None] + torch.arange(self.longest, device=rows.device)  # (B, longest)
+            there = self.reached(torch.minimum(ahead, end[:, None]), goal_rows[:, None].expand_as(ahead))
+            count = (there * (ahead <= end[:, None])).sum(1)
+        return self.config.scale * count + self.config.shift * left
+
+
+@dataclass(frozen=True)
+class ReturnWindowSamplerConfig:
+    """K consecutive steps with one goal, their rewards and the returns still to come, for return-conditioned models.
+
+    The goal lies ahead of the window's last state, uniformly, or is any row of the dataset with chance `p_random`.
+    """
+
+    context: int
+    rewards: Rewards = Rewards()
+    p_random: float = 0.0
+    ahead: int = 0
+    """this many rows after the window, too, with their returns"""
+
+    def build(self, episodes: Episodes, generator: torch.Generator) -> ReturnWindowSampler:
+        return ReturnWindowSampler(self, episodes, generator)
+
+
+class ReturnWindowSampler:
+    def __init__(self, config: ReturnWindowSamplerConfig, episodes: Episodes, generator: torch.Generator) -> None:
+        self.config, self.episodes, self.generator = config, episodes, generator
+        plain = WindowSampler(WindowSamplerConfig(config.context, 0.0, flow_batch=0.0), episodes, generator)
+        self.steps, self.window_starts = plain.steps, plain.window_starts
+        self.law = GoalLaw(0.0, 1.0 - config.p_random, config.p_random)
+        self.rewards = config.rewards.of(episodes)
+
+    def sample(self, batch_size: int) -> dict[str, Tensor]:
+        data, config, generator = self.episodes, self.config, self.generator
+        start = self.window_starts[goals.random_index(generator, (batch_size,), len(self.window_starts))]  # (B,)
+        end = data.end_of[start]
+        rows = start[:, None] + self.steps  # (B, K)
+        valid = rows < end[:, None]
+        rows = torch.minimum(rows, end[:, None] - 1)
+        last = rows[:, -1]
+        goal_rows = self.law.draw(generator, data, last)
+        rewards = self.rewards.at(rows, goal_rows[:, None].expand_as(rows)) * valid  # (B, K)
+        later = self.rewards.to_go(last + 1, goal_rows)  # (B,) from the state after the window
+        returns = later[:, None] + rewards.flip(1).cumsum(1).flip(1)
+        batch = {
+            "rows": start,
+            "goal_rows": goal_rows,
+            "observations": data.observations[rows],  # (B, K, d_s)
+            "actions": data.actions[rows],  # (B, K, d_a)
+            "next_observations": data.observations[rows + 1],  # (B, K, d_s)
+            "goals": data.observations[goal_rows],  # (B, d_s)
+            "valid": valid,  # (B, K)
+            "rewards": rewards,  # (B, K)
+            "returns": returns,  # (B, K)
+            "times": rows - self.rewards.start_of[rows],  # (B, K) steps since the episode began
+        }
+        if config.ahead:
+            after = last[:, None] + torch.arange(1, config.ahead + 1, device=rows.device)  # (B, M)
+            there = after <= end[:, None]
+            after = torch.minimum(after, end[:, None])
+            coming = self.rewards.at(after, goal_rows[:, None].expand_as(after)) * there
+            batch |= {
+                "ahead_observations": data.observations[after],  # (B, M, d_s)
+                "ahead_valid": there,  # (B, M)
+                "ahead_rewards": coming,  # (B, M)
+                "ahead_returns": later[:, None] - coming.cumsum(1) + coming,  # (B, M) from each of them
+            }
+        return batch
+
+
+@dataclass(frozen=True)
+class RewardSamplerConfig:
+    """I.i.d. transitions with a goal each and the reward of the state, for methods that learn values."""
+
+    goal: GoalLaw = GoalLaw()
+    rewards: Rewards = Rewards()
+    terminal: bool = True
+    """nothing follows a goal once it is reached; otherwise the task goes on, as in D4RL's maze2d"""
+    average: bool = False
+    """also the mean reward per step from here to the end of the longest episode (RvS-R's outcome)"""
+
+    def build(self, episodes: Episodes, generator: torch.Generator) -> RewardSampler:
+        return RewardSampler(self, episodes, generator)
+
+
+class RewardSampler:
+    def __init__(self, config: RewardSamplerConfig, episodes: Episodes, generator: torch.Generator) -> None:
+        self.config, self.episodes, self.generator = config, episodes, generator
+        self.rewards = config.rewards.of(episodes)
+
+    def sample(self, batch_size: int) -> dict[str, Tensor]:
+        data, generator = self.episodes, self.generator
+        rows = data.transitions[goals.random_index(generator, (batch_size,), data.num_transitions)]  # (B,)
+        goal_rows = self.config.goal.draw(generator, data, rows)
+        reached = self.rewards.reached(rows, goal_rows) if self.rewards.stored is None else self.rewards.stored[rows]
+        batch = {
+            "rows": rows,
+            "goal_rows": goal_rows,
+            "observations": data.observations[rows],  # (B, d_s)
+            "actions": data.actions[rows],  # (B, d_a)
+            "next_observations": data.observations[rows + 1],  # (B, d_s)
+            "goals": data.observations[goal_rows],  # (B, d_s)
+            "rewards": self.rewards.at(rows, goal_rows),  # (B,)
+            "masks": 1.0 - (reached > 0).float() if self.config.terminal else torch.ones_like(reached),  # (B,)
+        }
+        if self.config.average:
+            left = self.rewards.longest - (rows - self.rewards.start_of[rows])
+            batch["averages"] = self.rewards.to_go(rows, goal_rows) / left  # (B,)
         return batch

@@ -127,6 +127,7 @@ class KindConvolution(nn.Module):
         self.period, self.taps = period, taps
         self.weight = nn.Parameter(torch.empty(taps, period, dim).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(period, dim).uniform_(-bound, bound))
+        self.bias.no_decay = True  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
