@@ -24,7 +24,7 @@ from qhyer.errors import UserError
 
 COMMANDS = {
     "demo": "data, QHyer and a baseline trained, evaluated and reported, in minutes on a laptop",
-    "data": "generate | check | info | list: datasets",
+    "data": "generate | check | info | convert | list: datasets",
     "train": "AGENT DATASET: train an agent",
     "eval": "RUN... | --model NAME: evaluate trained runs, or an exported model",
     "export": "RUN: write its policy as a small model to pass on",
@@ -113,7 +113,13 @@ def _data(args: list[str]) -> int | None:
     return _subcommands(
         "qhyer data",
         args,
-        {"generate": commands.generate, "check": commands.check, "info": commands.info, "list": commands.list_},
+        {
+            "generate": commands.generate,
+            "check": commands.check,
+            "info": commands.info,
+            "convert": commands.convert,
+            "list": commands.list_,
+        },
     )
 
 
@@ -143,6 +149,7 @@ def _train(args: list[str]) -> int | None:
     from qhyer import agents, distributed, presets, runs
     from qhyer.config import replace
     from qhyer.data import registry
+    from qhyer.data.episodes import FILES, HDF5
     from qhyer.train import Stopped, TrainConfig, train, train_seeds
 
     parser = argparse.ArgumentParser(
@@ -153,7 +160,7 @@ def _train(args: list[str]) -> int | None:
         allow_abbrev=False,
     )
     parser.add_argument("agent", help="agent name (`qhyer list agents`)")
-    parser.add_argument("dataset", help="dataset name (`qhyer list datasets`) or path of an npz (docs/data.md)")
+    parser.add_argument("dataset", help="dataset name (`qhyer list datasets`) or path of an npz or HDF5 (docs/data.md)")
     parser.add_argument("--preset", default="paper", help="which preset (`qhyer list presets`)")
     if len(args) < 2 or args[0].startswith("-") or args[1].startswith("-"):
         parser.print_help()
@@ -162,7 +169,9 @@ def _train(args: list[str]) -> int | None:
         raise UserError("name the agent and the dataset first: qhyer train AGENT DATASET [options]")
     known, rest = parser.parse_known_args(args)
     path = Path(known.dataset)
-    name = path.stem if path.suffix == ".npz" else registry.get(known.dataset).name
+    name = path.stem if path.suffix in FILES else registry.get(known.dataset).name
+    if path.suffix in HDF5:
+        name = name.replace("-sparse", "")  # D4RL's files say so where its names do not
     config, _ = presets.resolve(known.agent, known.preset, name)
     options_type = dataclasses.make_dataclass(
         "Options",
@@ -184,11 +193,11 @@ def _train(args: list[str]) -> int | None:
     if options.goal:
         from qhyer.data.episodes import Episodes
 
-        if path.suffix != ".npz":
-            raise UserError("--goal is for your own npz; a registered dataset has its goal coordinates")
+        if path.suffix not in FILES:
+            raise UserError("--goal is for your own file; a registered dataset has its goal coordinates")
         goal = [int(g) if g.lstrip("-").isdigit() else g for g in options.goal]
         episodes = Episodes.load(path, goal=goal)
-    what = (known.agent, str(path) if path.suffix == ".npz" else name, config)
+    what = (known.agent, str(path) if path.suffix in FILES else name, config)
     common: dict[str, Any] = dict(
         preset=known.preset, resume=options.resume, episodes=episodes, environment=options.env
     )

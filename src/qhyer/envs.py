@@ -1,12 +1,16 @@
-"""Environments for evaluation: OGBench's, with the seeding they need to be reproducible."""
+"""Environments for evaluation: OGBench's, with the seeding they need to be reproducible, and D4RL's Maze2D."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import io
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,8 @@ def make(environment: str) -> Any:
     """A gymnasium environment by its id. No renderer is started."""
     os.environ.setdefault("MUJOCO_GL", "disable")
     warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
+    if environment in MAZE2D:
+        return Maze2D(environment)
     import gymnasium
     import ogbench  # noqa: F401  (registers its environments)
 
@@ -34,6 +40,8 @@ def copy_of(env: Any) -> Any:
     A manipulation environment takes most of a second to make (its XML is built and compiled twice); a copy takes
     milliseconds, and spares 90 MB of meshes.
     """
+    if isinstance(env.unwrapped, Maze2D):
+        return Maze2D(env.spec.id)  # the compiled model is kept
     if not hasattr(env.unwrapped, "_mjcf_model"):
         return make(env.spec.id)
     import mujoco
@@ -115,3 +123,112 @@ def maze_geometry(env: Any) -> dict[str, np.ndarray] | None:
         "maze_unit": np.asarray(float(maze._maze_unit)),
         "maze_offset": np.asarray([float(maze._offset_x), float(maze._offset_y)]),
     }
+
+
+# ------------------------------------------------------------------------------------------------------------ Maze2D
+
+Cell = tuple[int, int]
+
+# D4RL's: the map (gymnasium-robotics has the same ones), the cell of the goal in it, and the steps of an episode.
+MAZE2D: dict[str, tuple[str, Cell, int]] = {
+    "maze2d-umaze-v1": ("U_MAZE", (1, 1), 300),
+    "maze2d-medium-v1": ("MEDIUM_MAZE", (6, 6), 600),
+    "maze2d-large-v1": ("LARGE_MAZE", (7, 9), 800),
+}
+RADIUS = 0.5  # within this distance of the goal the reward is 1
+SPREAD = 0.1  # starts, and the goals of data, lie this far from a cell's centre at most, in x and in y
+MAX_SPEED = 5.0
+
+
+@functools.cache
+def _point_maze(map_name: str) -> tuple[Any, np.ndarray]:
+    """The compiled model of a maze of gymnasium-robotics (PointMaze v3), and its map."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # news of its hands
+        from gymnasium_robotics.envs.maze import maps
+        from gymnasium_robotics.envs.maze.point_maze import PointMazeEnv
+    cells = getattr(maps, map_name)
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory() as folder:  # it leaves its XML behind, under a name that two may share
+        tempfile.tempdir = folder
+        try:
+            environment = PointMazeEnv(maze_map=cells)
+        finally:
+            tempfile.tempdir = before
+        return environment.model, np.asarray(cells)
+
+
+class Maze2D:
+    """D4RL's Maze2D: its task (goal, starts, reward, length) with the mazes and the point of gymnasium-robotics.
+
+    The goal is always the same, the start is anywhere; being there does not end the episode, and the reward is 1 at
+    each step that ends within 0.5 of the goal. `info` says `success`, whether the goal has been reached so far, and
+    `return`, the rewards so far. Cell (i, j) of `maze_map` is centred at (j - offset_x, i - offset_y): rows count
+    upwards, those of gymnasium-robotics downwards.
+    """
+
+    num_tasks = 1
+
+    def __init__(self, name: str) -> None:
+        import mujoco
+        from gymnasium.spaces import Box
+
+        map_name, (row, column), self.limit = MAZE2D[name]
+        self.spec = SimpleNamespace(id=name, max_episode_steps=self.limit)
+        self.model, cells = _point_maze(map_name)
+        self.maze_map = cells[::-1]
+        self._maze_unit = 1.0
+        self._offset_y, self._offset_x = (np.array(cells.shape) - 1) / 2
+        self.cells: list[Cell] = [(int(i), int(j)) for i, j in np.argwhere(self.maze_map == 0)]
+        self.goal = self.centre((len(cells) - 1 - row, column))
+        self.action_space = Box(-1.0, 1.0, (2,), np.float32)
+        self.observation_space = Box(-np.inf, np.inf, (4,), np.float64)
+        self.data = mujoco.MjData(self.model)
+        self._reset_data, self._forward, self._step = mujoco.mj_resetData, mujoco.mj_forward, mujoco.mj_step
+        self.steps, self.total = 0, 0.0
+
+    @property
+    def unwrapped(self) -> Maze2D:
+        return self
+
+    def centre(self, cell: Cell) -> np.ndarray:
+        return np.array([cell[1] - self._offset_x, cell[0] - self._offset_y])
+
+    def cell_of(self, xy: np.ndarray) -> Cell:
+        return round(float(xy[1]) + float(self._offset_y)), round(float(xy[0]) + float(self._offset_x))
+
+    def place(self, generator: np.random.Generator) -> np.ndarray:
+        """Puts the point near the centre of some free cell, almost at rest: D4RL's starts."""
+        cell = self.cells[int(generator.integers(len(self.cells)))]
+        self._reset_data(self.model, self.data)
+        self.data.qpos[:] = self.centre(cell) + generator.uniform(-SPREAD, SPREAD, 2)
+        self.data.qvel[:] = 0.1 * generator.normal(size=2)
+        self._forward(self.model, self.data)
+        return self.observation()
+
+    def observation(self) -> np.ndarray:
+        return np.concatenate([self.data.qpos, self.data.qvel])
+
+    def move(self, action: np.ndarray) -> np.ndarray:
+        """A step of PointEnv, bit for bit (a test compares them), without what it does for pictures."""
+        data = self.data
+        np.clip(data.qvel, -MAX_SPEED, MAX_SPEED, out=data.qvel)
+        self._forward(self.model, data)
+        np.clip(action, -1.0, 1.0, out=data.ctrl)
+        self._step(self.model, data)
+        return self.observation()
+
+    def reset(self, *, seed: int, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self.steps, self.total = 0, 0.0
+        observation = self.place(np.random.default_rng(seed))
+        return observation, {"goal": np.append(self.goal, [0.0, 0.0]), "success": False, "return": 0.0}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        observation = self.move(action)
+        reward = float(np.linalg.norm(observation[:2] - self.goal) <= RADIUS)
+        self.steps += 1
+        self.total += reward
+        info = {"success": self.total > 0, "return": self.total}
+        return observation, reward, False, self.steps >= self.limit, info
+
+    def close(self) -> None:
+        pass

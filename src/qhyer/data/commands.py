@@ -1,10 +1,10 @@
-"""The commands `qhyer data generate | check | info | list`. Each returns the process's exit code."""
+"""The commands `qhyer data generate | check | info | convert | list`. Each returns the process's exit code."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tyro
@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from qhyer.data import check as checks
-from qhyer.data import registry
-from qhyer.data.episodes import goal_columns, read_npz, stored_goal
+from qhyer.data import hdf5, registry
+from qhyer.data.episodes import FILES, HDF5, goal_columns, goal_rewards, read_arrays, read_npz, stored_goal
 from qhyer.data.generate.runner import generate as run_generation
 from qhyer.errors import DataError, UserError
 from qhyer.launch import Launcher
-from qhyer.storage import read_sealed_json
+from qhyer.storage import atomic_file, read_sealed_json, sha256_file, write_sealed_json
 
 
 def generate(
@@ -30,10 +30,10 @@ def generate(
     launcher: Launcher = "local",
     address: str | None = None,
 ) -> int:
-    """Make datasets with OGBench's own environments and oracles. Run it again to go on after a stop.
+    """Make datasets with OGBench's own environments and oracles, or D4RL's Maze2D. Again goes on after a stop.
 
     Args:
-        names: datasets of `qhyer data list`, such as cube-single-play
+        names: datasets of `qhyer data list`, such as cube-single-play or maze2d-umaze
         episodes: training episodes; the official number if not given. Validation has a tenth as many
         seed: the same seed gives the same file, whatever the number of workers
         workers: processes; one for each core if not given (ray: as many as the cluster has room for)
@@ -67,15 +67,17 @@ def check(path: Path, /) -> int:
     """Look for what is wrong with a dataset. The exit code is 1 if it cannot be trained on.
 
     Args:
-        path: an npz file, yours or OGBench's, or the name of a dataset
+        path: an npz file, yours or OGBench's, HDF5 of D4RL or Minari, or the name of a dataset
     """
     path = _locate(str(path))
     console = Console(highlight=False, soft_wrap=True)
     try:
-        arrays = read_npz(path)
+        arrays, notes = _read(path)
     except DataError as error:
         console.print(f"error [shape] {error}", markup=False)
         return 1
+    for note in notes:
+        console.print(f"repaired when read: {note}", markup=False)
     problems = checks.find_problems(arrays["observations"], arrays["actions"], arrays["terminals"])
     if not any(problem.code == "shape" for problem in problems):
         try:
@@ -97,10 +99,10 @@ def info(name_or_path: str, /) -> int:
     """Show what is in a dataset: sizes, ranges, the goal's coordinates, and where it came from.
 
     Args:
-        name_or_path: a dataset's name, or an npz file
+        name_or_path: a dataset's name, or an npz or HDF5 file
     """
     path = _locate(name_or_path)
-    arrays = read_npz(path)
+    arrays = read_arrays(path)
     observations, actions = np.asarray(arrays["observations"]), np.asarray(arrays["actions"])
     problems = checks.find_problems(observations, actions, arrays["terminals"])
     if any(problem.code == "shape" for problem in problems):
@@ -147,6 +149,55 @@ def info(name_or_path: str, /) -> int:
     return 0
 
 
+def convert(source: str, out: Path, /, *, cut: Literal["as-is", "arrivals"] = "as-is", overwrite: bool = False) -> int:
+    """Write a dataset as an npz: HDF5 of D4RL or Minari with its defects mended, or maze data cut from goal to goal.
+
+    Args:
+        source: an HDF5 or npz file, or a dataset's name
+        out: the npz to write; a sidecar beside it says where it came from
+        cut: arrivals: maze2d only, an episode ends where its controller reached a goal, as D4RL's loaders cut
+        overwrite: replace `out` if it is there
+    """
+    path = _locate(source)
+    if out.suffix != ".npz":
+        raise UserError(f"{out}: the file to write is an npz: qhyer data convert SOURCE OUT.npz")
+    if out.stem in registry.DATASETS:
+        raise UserError(f"{out.stem} is a generated dataset's name, whose goals and rewards are known: choose another")
+    if out.exists() and not overwrite:
+        raise UserError(f"{out} is there already; --overwrite replaces it")
+    if out.exists() and out.resolve() == path.resolve():
+        raise UserError("the file to write is the one to read; choose another name")
+    arrays, notes = _read(path)
+    dataset = registry.DATASETS.get(path.stem)
+    if dataset is not None and "goal_indices" not in arrays:
+        arrays["goal_indices"] = np.array(dataset.goal_indices)
+    if dataset is not None and dataset.task_goal is not None:
+        arrays["rewards"] = goal_rewards(
+            arrays["observations"], dataset.goal_indices, dataset.task_goal, registry.RADIUS
+        )
+        notes.append(f"rewards are those of the task's goal, {dataset.task_goal}")
+    if cut == "arrivals":
+        arrays = hdf5.recut(arrays)
+        notes.append("cut where a goal was reached")
+    problems = checks.find_problems(arrays["observations"], arrays["actions"], arrays["terminals"])
+    if any(problem.severity == "error" for problem in problems):
+        raise DataError(checks.describe(str(path), problems))
+    sidecar = out.with_suffix(".json")
+    sidecar.unlink(missing_ok=True)
+    with atomic_file(out) as temporary:
+        with open(temporary, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        digest = sha256_file(temporary)
+    about = {"source": path.name, "source_sha256": sha256_file(path), "cut": cut, "notes": notes}
+    rows, episodes = len(arrays["terminals"]), int(arrays["terminals"].sum())
+    write_sealed_json(sidecar, {**about, "episodes": episodes, "rows": rows, "sha256": digest})
+    console = Console(highlight=False, soft_wrap=True)
+    for note in notes:
+        console.print(f"{path.name}: {note}", markup=False)
+    console.print(f"wrote {out}: {rows:,} rows, {episodes:,} episodes")
+    return 0
+
+
 def list_() -> int:
     """List the datasets there are, their official sizes, and which are on this disk."""
     table = Table()
@@ -163,6 +214,11 @@ def list_() -> int:
     return 0
 
 
+def _read(path: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+    """The arrays, and what was repaired when they were read."""
+    return hdf5.read(path) if path.suffix in HDF5 else (read_npz(path), [])
+
+
 def _stored_columns(arrays: Mapping[str, np.ndarray]) -> tuple[int, ...]:
     """The goal's columns as the file itself names them; all of them when it does not."""
     names = arrays.get("observation_names")
@@ -173,7 +229,7 @@ def _stored_columns(arrays: Mapping[str, np.ndarray]) -> tuple[int, ...]:
 def _locate(name_or_path: str) -> Path:
     """A file if there is one; otherwise the name of a dataset that must be on the disk."""
     path = Path(name_or_path)
-    if path.is_file() or path.suffix == ".npz":
+    if path.is_file() or path.suffix in FILES:
         return path  # reading it says so if it does not exist
     dataset = registry.get(name_or_path)
     found = registry.find(dataset.name)
@@ -189,11 +245,15 @@ def _span(values: np.ndarray) -> str:
 def _provenance(path: Path) -> list[tuple[str, str]]:
     """The sidecar in a few lines. `read_npz` has checked it against the file by now."""
     sidecar = path.with_suffix(".json")
+    if path.suffix in HDF5:
+        return [("provenance", "an HDF5 file; `qhyer data check` says what is repaired when it is read")]
     if not sidecar.is_file():
         return [("provenance", f"none: there is no {sidecar.name}")]
     recorded: dict[str, Any] = read_sealed_json(sidecar)
     lines: list[tuple[str, str]] = [
-        (key, str(recorded[key])) for key in ("environment", "split", "seed", "sha256") if key in recorded
+        (key, str(recorded[key]))
+        for key in ("environment", "source", "cut", "split", "seed", "sha256")
+        if key in recorded
     ]
     for key in ("settings", "versions"):
         if isinstance(recorded.get(key), dict):

@@ -9,7 +9,8 @@ is meaningless and never used. `terminals` is 1 on that last row only; it marks 
     actions       a_0  a_1 ... a_T-1  -   |  a_0  a_1
     terminals     0    0   ...   0    1   |  0    0
 
-The final state may be a goal and the next state of a transition; it is never the start of one.
+The final state may be a goal and the next state of a transition; it is never the start of one. Data of tasks with a
+reward (D4RL's) also have `rewards`, one a row: that of the row's state, final states included, as in D4RL's maze files.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from qhyer.data import check
 from qhyer.errors import CorruptFile, DataError, UserError
 from qhyer.storage import read_sealed_json, sha256_file
 
+HDF5 = (".hdf5", ".h5")
+FILES = (".npz", *HDF5)
 STD_FLOOR = 1e-3  # constant columns: a scale that leaves them at zero rather than blowing them up
 
 
@@ -61,6 +64,7 @@ class Episodes:
         goal_indices: Sequence[int],
         name: str = "custom",
         fingerprint: str = "",
+        rewards: Tensor | None = None,
     ) -> None:
         self.name = name
         self.fingerprint = fingerprint
@@ -69,6 +73,7 @@ class Episodes:
         self.ends = ends  # (E,) int64: row of each final state
         self.starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])  # (E,)
         self.goal_indices = tuple(int(i) for i in goal_indices)
+        self.rewards = rewards  # (N,) float32, or None where success is all there is
         lengths = self.ends - self.starts  # (E,) transitions per episode
         # Row -> row of its episode's final state, and the rows that start a transition (all but the final states).
         self.end_of = torch.repeat_interleave(self.ends, lengths + 1)  # (N,)
@@ -88,6 +93,7 @@ class Episodes:
         observation_names: Sequence[str] | None = None,
         name: str = "custom",
         device: str | torch.device = "cpu",
+        rewards: Any = None,
     ) -> Episodes:
         """Your own data in three arrays.
 
@@ -95,6 +101,7 @@ class Episodes:
         actions       (N, d_a) in [-1, 1]: the action taken at each row (the one beside a final state is ignored)
         ends          (N,) flags, 1 on each episode's last row, or the (E,) rows of those last states
         goal          the coordinates that make the goal, by index or by name; all of them when not given
+        rewards       (N,), for agents that learn from rewards: what being in the row's state is worth
         """
         try:
             observations, actions, ends = np.asarray(observations), np.asarray(actions), np.asarray(ends)
@@ -109,8 +116,9 @@ class Episodes:
         actions = np.ascontiguousarray(actions, dtype=np.float32)
         end_rows = np.flatnonzero(flags)
         goal_indices = goal_columns(goal, observation_names, observations.shape[1])
+        brought = None if rewards is None else _rewards(name, rewards, len(flags))
         digest = hashlib.sha256()
-        for array in (observations, actions, end_rows.astype(np.int64)):
+        for array in (observations, actions, end_rows.astype(np.int64), *(() if brought is None else (brought,))):
             digest.update(np.ascontiguousarray(array).tobytes())
         return cls(
             torch.from_numpy(observations),
@@ -119,6 +127,7 @@ class Episodes:
             goal_indices,
             name,
             digest.hexdigest(),
+            None if brought is None else torch.from_numpy(brought),
         ).to(device)
 
     @classmethod
@@ -129,9 +138,16 @@ class Episodes:
         goal: Sequence[int] | Sequence[str] | None = None,
         name: str | None = None,
         device: str | torch.device = "cpu",
+        task_goal: Sequence[float] | None = None,
+        radius: float = 0.5,
     ) -> Episodes:
-        """Reads an npz in OGBench's layout (docs/data.md); a sidecar `NAME.json` beside it is verified."""
-        arrays = read_npz(path)
+        """Reads an npz in OGBench's layout, or HDF5 of D4RL or Minari (docs/data.md); a sidecar is verified.
+
+        With `task_goal` the rewards are those of this goal: 1 in states within `radius` of it.
+        """
+        arrays = read_arrays(path)
+        if task_goal is not None:
+            arrays["rewards"] = goal_rewards(arrays["observations"], goal or (), task_goal, radius)
         if goal is None:
             goal = stored_goal(arrays)
         names = arrays.get("observation_names")
@@ -141,8 +157,9 @@ class Episodes:
             arrays["terminals"],
             goal=goal,
             observation_names=None if names is None else [str(n) for n in np.ravel(names)],
-            name=name or Path(path).stem,
+            name=name or own_name(Path(path)),
             device=device,
+            rewards=arrays.get("rewards"),
         )
 
     # ------------------------------------------------------------------------------------------------- using
@@ -169,6 +186,7 @@ class Episodes:
             self.goal_indices,
             self.name,
             self.fingerprint,
+            None if self.rewards is None else self.rewards.to(device),
         )
 
     def spec(self) -> DataSpec:
@@ -185,6 +203,20 @@ class Episodes:
             observation_std=tuple(std.clamp(min=STD_FLOOR).tolist()),
             goal_binary=tuple(binary.tolist()) if bool(binary.any()) else (),
         )
+
+
+def own_name(path: Path) -> str:
+    """A file's dataset name. HDF5 never has a generated dataset's: its coordinates and goals are others."""
+    return f"{path.stem}-hdf5" if path.suffix in HDF5 else path.stem
+
+
+def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
+    """The arrays of a dataset's file, whatever its format: npz, or HDF5 in the layouts of D4RL and Minari."""
+    if Path(path).suffix in HDF5:
+        from qhyer.data.hdf5 import read_hdf5
+
+        return read_hdf5(path)
+    return read_npz(path)
 
 
 def read_npz(path: str | Path) -> dict[str, np.ndarray]:
@@ -228,6 +260,26 @@ def stored_goal(arrays: Mapping[str, np.ndarray]) -> list[int] | list[str] | Non
     if values.dtype.kind == "U":
         return [str(value) for value in values]
     raise DataError(f"goal_indices holds {values.dtype}: give whole numbers, or names in observation_names")
+
+
+def goal_rewards(
+    observations: np.ndarray, columns: Sequence[Any], goal: Sequence[float] | np.ndarray, radius: float
+) -> np.ndarray:
+    """1 in states whose goal coordinates lie within `radius` of the goal (one, or one a row), 0 elsewhere."""
+    distance = np.linalg.norm(observations[:, list(columns)] - np.asarray(goal, np.float32), axis=1)
+    return (distance <= radius).astype(np.float32)
+
+
+def _rewards(name: str, rewards: Any, rows: int) -> np.ndarray:
+    """One finite number for each row."""
+    values = np.asarray(rewards)
+    if values.shape != (rows,) or values.dtype.kind not in "fiub":
+        raise DataError(f"{name}: rewards has shape {values.shape} ({values.dtype}); give {rows} numbers, one a row")
+    values = values.astype(np.float32)
+    if not np.isfinite(values).all():
+        first = int(np.argmax(~np.isfinite(values)))
+        raise DataError(f"{name}: rewards has values that are not finite, the first in row {first}")
+    return values
 
 
 def _end_flags(ends: np.ndarray, rows: int) -> np.ndarray:

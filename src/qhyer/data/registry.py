@@ -1,7 +1,7 @@
 """The datasets there are: their environment, official size, and which coordinates make the goal.
 
-Sizes are OGBench's (its generation commands); goal coordinates are the paper's goal-dimension table, with the
-choices it leaves open named in docs/deviations.md. Names are accepted with and without the "-v0".
+Sizes are OGBench's (its generation commands) and D4RL's; goal coordinates are the paper's goal-dimension table, with
+the choices it leaves open named in docs/deviations.md. Names are accepted with and without the "-v0" or "-v1".
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qhyer.data.episodes import Episodes
+from qhyer.data.episodes import FILES, Episodes
 from qhyer.errors import UserError
 
-Kind = Literal["play", "noisy", "navigate", "stitch"]
+Kind = Literal["play", "noisy", "navigate", "stitch", "waypoint"]
+RADIUS = 0.5  # of the task's goal, where there is one: D4RL's
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Dataset:
 
     name: str
     environment: str
-    """gymnasium id registered by ogbench"""
+    """gymnasium id registered by ogbench, or one of ours (envs.py)"""
     family: Literal["cube", "scene", "puzzle", "pointmaze"]
     kind: Kind
     episodes: int
@@ -32,6 +33,8 @@ class Dataset:
     rows: int
     """rows per episode, the final state included"""
     goal_indices: tuple[int, ...]
+    task_goal: tuple[float, ...] | None = None
+    """D4RL's: the goal of the one task, by which rewards are relabelled when the data is loaded"""
 
     @property
     def is_maze(self) -> bool:
@@ -81,6 +84,15 @@ def _registry() -> dict[str, Dataset]:
         Dataset(f"pointmaze-{size}-{kind}-v0", f"pointmaze-{size}-v0", "pointmaze", kind, episodes, rows, (0, 1))
         for size, kind, episodes, rows in mazes
     ]
+    # D4RL: a million steps in umaze, two in medium, four in large; one walk there, walks of 1000 steps here.
+    datasets += [
+        Dataset(f"maze2d-{size}-v1", f"maze2d-{size}-v1", "pointmaze", "waypoint", episodes, 1001, (0, 1), goal)
+        for size, episodes, goal in (
+            ("umaze", 1000, (-1.0, 1.0)),
+            ("medium", 2000, (2.5, -2.5)),
+            ("large", 4000, (3.5, -3.0)),
+        )
+    ]
     return {dataset.name: dataset for dataset in datasets}
 
 
@@ -89,10 +101,10 @@ DATASETS: dict[str, Dataset] = _registry()
 
 def get(name: str) -> Dataset:
     """The dataset with this name, or an error that suggests the nearest ones."""
-    full = name if name.endswith("-v0") else f"{name}-v0"
-    if full in DATASETS:
-        return DATASETS[full]
-    near = difflib.get_close_matches(full, DATASETS, n=3)
+    for full in (name, f"{name}-v0", f"{name}-v1"):
+        if full in DATASETS:
+            return DATASETS[full]
+    near = difflib.get_close_matches(name, DATASETS, n=3)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise UserError(f"no dataset is called {name!r}{hint} (`qhyer list datasets` names them all)")
 
@@ -113,12 +125,16 @@ def find(name: str) -> Path | None:
 
 
 def load(source: str | Path, device: str = "cpu") -> tuple[Episodes, Dataset | None]:
-    """Episodes from a registered name, or from an npz path (registered if its file name is a dataset's)."""
+    """Episodes from a registered name, or from a file (an npz is registered if its name is a dataset's).
+
+    Where a dataset has a task's goal, the rewards are that goal's, whatever goals the data was collected with.
+    """
     path = Path(source)
-    if path.suffix == ".npz":
-        dataset = DATASETS.get(path.stem)
-        goal = dataset.goal_indices if dataset else None
-        return Episodes.load(path, goal=goal, device=device), dataset
+    if path.suffix in FILES:
+        dataset = DATASETS.get(path.stem) if path.suffix == ".npz" else None
+        if dataset is None:
+            return Episodes.load(path, device=device), None
+        return _load(path, dataset, device), dataset
     dataset = get(str(source))
     found = find(dataset.name)
     if found is None:
@@ -126,4 +142,15 @@ def load(source: str | Path, device: str = "cpu") -> tuple[Episodes, Dataset | N
             f"{dataset.name} is not on this disk (looked in {data_dir()} and ~/.ogbench/data); "
             f"`qhyer data generate {dataset.name}` makes it"
         )
-    return Episodes.load(found, goal=dataset.goal_indices, name=dataset.name, device=device), dataset
+    return _load(found, dataset, device), dataset
+
+
+def _load(path: Path, dataset: Dataset, device: str) -> Episodes:
+    return Episodes.load(
+        path,
+        goal=dataset.goal_indices,
+        name=dataset.name,
+        device=device,
+        task_goal=dataset.task_goal,
+        radius=RADIUS,
+    )

@@ -1,4 +1,4 @@
-"""Makes OGBench's datasets on this machine, with OGBench's environments, oracles and settings."""
+"""Makes OGBench's and D4RL's datasets on this machine, with their environments, controllers and settings."""
 
 from qhyer.data.generate.bench import measure_rate
 from qhyer.data.generate.runner import generate

@@ -21,7 +21,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Recipe:
-    """OGBench's official settings for one dataset; written to the sidecar as they are."""
+    """The official settings for one dataset, OGBench's or D4RL's; written to the sidecar as they are."""
 
     name: str
     environment: str
@@ -78,6 +78,10 @@ def recipe_for(dataset: Dataset, rows: int | None = None) -> Recipe:
 
 def collector_for(recipe: Recipe) -> Collector:
     """The simulators are imported here: commands that only read data need not load them."""
+    if recipe.kind == "waypoint":
+        from qhyer.data.generate.maze2d import Maze2DCollector
+
+        return Maze2DCollector(recipe)
     if recipe.family == "pointmaze":
         from qhyer.data.generate.maze import MazeCollector
 

@@ -56,9 +56,10 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 15.0  # between progress lines when there is no terminal
 
 
-def versions() -> dict[str, str]:
-    """What can change the bytes of an episode."""
-    installed = {name: importlib.metadata.version(name) for name in ("ogbench", "mujoco", "gymnasium", "numpy")}
+def versions(kind: str = "") -> dict[str, str]:
+    """What can change the bytes of an episode of this kind."""
+    mazes = "gymnasium-robotics" if kind == "waypoint" else "ogbench"
+    installed = {name: importlib.metadata.version(name) for name in (mazes, "mujoco", "gymnasium", "numpy")}
     return {"qhyer": qhyer.__version__, **installed, "python": platform.python_version()}
 
 
@@ -139,7 +140,7 @@ class Job:
     @property
     def key(self) -> dict[str, Any]:
         """What finished episodes in the working folder depend : not the number of episodes."""
-        return {"seed": self.seed, "settings": to_dict(self.recipe), "versions": versions()}
+        return {"seed": self.seed, "settings": to_dict(self.recipe), "versions": versions(self.recipe.kind)}
 
     def is_finished(self, split: Split, episodes: int, overwrite: bool, console: Console) -> bool:
         path, sidecar = self.path(split), self.path(split).with_suffix(".json")
@@ -159,7 +160,7 @@ class Job:
             raise UserError(f"{sidecar} is damaged: {again}") from None
         wanted = {"seed": self.seed, "settings": to_dict(self.recipe), "episodes": episodes}
         other = _differences(recorded, wanted)
-        if overwrite and (other or recorded.get("versions") != versions()):
+        if overwrite and (other or recorded.get("versions") != versions(self.recipe.kind)):
             return False
         if other:
             raise UserError(
@@ -341,7 +342,7 @@ _kept_collector = functools.lru_cache(maxsize=1)(collector_for)  # a node's work
 def _remote_episode(job: tuple[Recipe, EpisodeSeeds, dict[str, str]]) -> Arrays:
     """An episode made on another machine, which must have the versions that the sidecar will name."""
     recipe, seeds, wanted = job
-    different = _differences(versions(), wanted)
+    different = _differences(versions(recipe.kind), wanted)
     if different:
         raise UserError(f"{platform.node()} has other versions ({'; '.join(different)}): install the same everywhere")
     return _episode(_kept_collector(recipe), seeds)
@@ -355,7 +356,7 @@ def _collect_ray(
     advance: Any,
     console: Console,
 ) -> None:
-    jobs = [(recipe, seeds, versions()) for seeds, _ in tasks]
+    jobs = [(recipe, seeds, versions(recipe.kind)) for seeds, _ in tasks]
     names = [f"{seeds.split} episode {seeds.index}" for seeds, _ in tasks]
 
     def note(text: str) -> None:

@@ -1,0 +1,336 @@
+"""Reads HDF5 in the layouts of D4RL (one flat file) and Minari (one group an episode), with h5py alone.
+
+The result has the arrays of our npz (docs/data.md). What is wrong with such files and known is repaired on the way, and
+each repair is said: `read` returns the sentences, `read_hdf5` logs them, `qhyer data check` prints them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from qhyer.errors import CorruptFile, DataError, UserError
+
+Arrays = dict[str, np.ndarray]
+Cut = Literal["walk", "arrivals"]
+
+WALK = 1000  # transitions of the pieces a continuing walk is cut into, as in the generated datasets
+# Further than anything moves in a step: the point at most 0.05, the ant about half a metre.
+JUMP = {"maze2d": 0.2, "antmaze": 1.0}
+ROUNDING = 1e-3  # actions this far beyond [-1, 1] are clipped; further ones are left for the check to refuse
+FLAT = ("observations", "actions", "rewards", "terminals")
+LAYOUTS = (
+    "D4RL's is flat (observations, actions, rewards, terminals, timeouts, infos/goal), Minari's has a group for each "
+    "episode (episode_0/observations, episode_0/actions, ...)"
+)
+
+log = logging.getLogger(__name__)
+
+
+def read_hdf5(path: str | Path) -> Arrays:
+    """The arrays of an HDF5 file; what was repaired is logged."""
+    arrays, notes = read(path)
+    for note in notes:
+        log.warning("%s: %s", Path(path).name, note)
+    return arrays
+
+
+def read(path: str | Path) -> tuple[Arrays, list[str]]:
+    """The arrays of an HDF5 file, and a sentence for each thing that was repaired."""
+    import h5py
+
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"no dataset at {path}")
+    try:
+        with h5py.File(path, "r") as file:
+            if any(_number(key) is not None for key in file):
+                return _minari(path, file)
+            if "observations" in file or "actions" in file:
+                return _d4rl(path, file)
+            found = ", ".join(sorted(file)[:8]) or "nothing"
+    except OSError as error:
+        raise CorruptFile(f"{path} cannot be read as HDF5, or its end is missing: {error}") from error
+    raise DataError(f"{path} has an unknown layout (it holds {found}): {LAYOUTS}")
+
+
+# ------------------------------------------------------------------------------------------------------------- D4RL
+
+
+def _d4rl(path: Path, file: Any) -> tuple[Arrays, list[str]]:
+    missing = [key for key in FLAT if key not in file]
+    if missing:
+        raise DataError(f"{path} lacks {', '.join(missing)}; {LAYOUTS}")
+    arrays: Arrays = {
+        "observations": np.asarray(file["observations"][()]),
+        "actions": np.asarray(file["actions"][()]),
+        "rewards": np.ravel(file["rewards"][()]).astype(np.float32),
+    }
+    terminals = np.ravel(file["terminals"][()]) != 0
+    timeouts = np.ravel(file["timeouts"][()]) != 0 if "timeouts" in file else None
+    if "infos/goal" in file:
+        arrays["goals"] = np.asarray(file["infos/goal"][()], np.float32)
+    lengths = {key: len(array) for key, array in arrays.items()} | {"terminals": len(terminals)}
+    lengths |= {} if timeouts is None else {"timeouts": len(timeouts)}
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{count} of {key}" for key, count in lengths.items())
+        raise DataError(f"{path} has unequal numbers of steps: {counts}")
+    if arrays["observations"].ndim != 2 or arrays["actions"].ndim != 2 or not lengths["actions"]:
+        raise DataError(
+            f"{path}: observations and actions must be (steps, columns), and are "
+            f"{arrays['observations'].shape} and {arrays['actions'].shape}"
+        )
+    widths = arrays["observations"].shape[1], arrays["actions"].shape[1]
+    kind = {(4, 2): "maze2d", (29, 8): "antmaze"}.get(widths)
+    notes: list[str] = []
+    if kind is not None:
+        arrays["goal_indices"] = np.array([0, 1])
+    if kind == "maze2d":
+        arrays["observation_names"] = np.array(["x", "y", "vx", "vy"])
+        return _one_walk(arrays, timeouts, notes), notes
+    return _episodes(arrays, terminals, timeouts, kind, notes), notes
+
+
+def _one_walk(arrays: Arrays, timeouts: np.ndarray | None, notes: list[str]) -> Arrays:
+    """maze2d: one walk without resets. Its `timeouts` mark where the controller reached its goal (D4RL#85)."""
+    if timeouts is None:
+        timeouts = _new_goals(arrays.get("goals"), len(arrays["actions"]))
+        how = "taken from the changes of infos/goal" if timeouts.any() else "unknown"
+        notes.append(f"there are no timeouts (D4RL#176): where goals were reached is {how}")
+    arrays["arrivals"] = timeouts
+    observations = arrays["observations"]
+    repeats = np.append(False, (observations[1:] == observations[:-1]).all(1))
+    if repeats.any():  # the generator records the state before a new goal again, in place of the one after it
+        arrays["arrivals"] = timeouts | np.append(repeats[1:] & timeouts[1:], False)
+        arrays = {key: array if _is_about(key) else array[~repeats] for key, array in arrays.items()}
+        notes.append(f"{int(repeats.sum())} rows that repeat the state before them are left out")
+    ends = _jumps(arrays["observations"], JUMP["maze2d"])
+    if ends.any():
+        notes.append(f"cut at {int(ends.sum())} places where the position jumps")
+    rows = len(ends)
+    cuts = np.flatnonzero(ends)
+    pieces = list(zip(np.append(0, cuts + 1), np.append(cuts, rows - 1)))
+    made = gather(arrays, [piece for begin, end in pieces for piece in _fixed(int(begin), int(end), WALK)])
+    notes.append(f"one walk without resets, cut every {WALK} steps; arrivals at goals are kept as `arrivals`")
+    return _clipped(made, notes)
+
+
+def _episodes(
+    arrays: Arrays, terminals: np.ndarray, timeouts: np.ndarray | None, kind: str | None, notes: list[str]
+) -> Arrays:
+    """antmaze, and any other: episodes that end where the flags, and the positions, say so."""
+    rows = len(terminals)
+    ends = np.zeros(rows, bool) if timeouts is None else timeouts.copy()
+    if kind == "antmaze":
+        jumps = _jumps(arrays["observations"], JUMP["antmaze"])
+        unmarked = jumps & ~ends
+        if unmarked.any():
+            notes.append(
+                f"{int(unmarked.sum())} ends are not marked by timeouts, the ant is elsewhere then (D4RL#77): cut there"
+            )
+        ends |= jumps
+        if terminals.any():
+            notes.append(f"terminals marks {int(terminals.sum())} steps at the goal, no ends (D4RL#199): not cut there")
+    else:
+        ends |= terminals
+    if timeouts is None:
+        notes.append(
+            "there are no timeouts (D4RL#176): ends are where " + ("positions jump" if kind else "terminals is 1")
+        )
+    # The reward of a step belongs to the state it leads to.
+    arrays["rewards"] = np.append(np.float32(0), arrays["rewards"][:-1])
+    arrays["rewards"][1:][ends[:-1]] = 0
+    ends[-1] = True
+    last = np.flatnonzero(ends)
+    first = np.append(0, last[:-1] + 1)
+    kept = last > first
+    if not kept.all():
+        notes.append(f"{int((~kept).sum())} episodes of a single row are left out")
+    if not kept.any():
+        raise DataError("every episode has a single row: timeouts and terminals mark every step")
+    return _clipped(gather(arrays, list(zip(first[kept], last[kept]))), notes)
+
+
+def _jumps(observations: np.ndarray, limit: float) -> np.ndarray:
+    """Rows after which the position is further away than a step can lead."""
+    return np.append(np.linalg.norm(np.diff(observations[:, :2], axis=0), axis=1) > limit, False)
+
+
+def _new_goals(goals: np.ndarray | None, rows: int) -> np.ndarray:
+    """The last rows with the same goal as before."""
+    if goals is None:
+        return np.zeros(rows, bool)
+    return np.append((np.diff(goals, axis=0) != 0).any(1), False)
+
+
+# ----------------------------------------------------------------------------------------------------------- Minari
+
+
+def _number(key: str) -> int | None:
+    found = re.fullmatch(r"episode_(\d+)", key)
+    return int(found[1]) if found else None
+
+
+def _minari(path: Path, file: Any) -> tuple[Arrays, list[str]]:
+    """Episodes of T steps with T + 1 observations; the reward of a step belongs to the state it leads to."""
+    numbered = ((_number(key), key) for key in file)
+    keys = [key for _, key in sorted((number, key) for number, key in numbered if number is not None)]
+    notes: list[str] = []
+    parts: dict[str, list[np.ndarray]] = {}
+    empty = 0
+    columns: tuple[int, ...] | None = None
+    for key in keys:
+        group = file[key]
+        for needed in ("observations", "actions"):
+            if needed not in group:
+                raise DataError(f"{path}: {key} lacks {needed}; {LAYOUTS}")
+        if not hasattr(group["actions"], "shape"):
+            raise DataError(f"{path}: the actions of {key} are not one array; only continuous actions can be learned")
+        actions = np.asarray(group["actions"][()])
+        observations, goals, columns = _minari_observations(path, key, group["observations"], columns, notes)
+        if len(observations) != len(actions) + 1:
+            raise DataError(
+                f"{path}: {key} has {len(observations)} observations and {len(actions)} actions; Minari keeps one "
+                "observation more, the final state"
+            )
+        if not len(actions):
+            empty += 1
+            continue
+        rows = {"observations": observations, "actions": np.concatenate([actions, np.zeros_like(actions[:1])])}
+        if goals is not None:
+            rows["goals"] = goals.astype(np.float32)
+        if "rewards" in group:
+            rewards = np.ravel(group["rewards"][()])
+            if len(rewards) != len(actions):
+                raise DataError(f"{path}: {key} has {len(rewards)} rewards and {len(actions)} actions")
+            rows["rewards"] = np.append(0, rewards).astype(np.float32)
+        rows["terminals"] = np.arange(len(observations)) == len(actions)
+        for name, array in rows.items():
+            parts.setdefault(name, []).append(array)
+    if not parts:
+        raise DataError(f"{path} has no episode with a step")
+    if empty:
+        notes.append(f"{empty} episodes without a step are left out")
+    for name, pieces in parts.items():
+        if len(pieces) != len(parts["terminals"]) or len({piece.shape[1:] for piece in pieces}) > 1:
+            raise DataError(f"{path}: the {name} of its episodes have different shapes, or some episodes lack them")
+    arrays = {name: np.concatenate(pieces) for name, pieces in parts.items()}
+    if columns is not None:
+        arrays["goal_indices"] = np.array(columns)
+    return _clipped(arrays, notes), notes
+
+
+def _minari_observations(
+    path: Path, key: str, stored: Any, columns: tuple[int, ...] | None, notes: list[str]
+) -> tuple[np.ndarray, np.ndarray | None, tuple[int, ...] | None]:
+    """Observations, goals and the goal's coordinates of one episode, from an array or a goal environment's dict."""
+    if hasattr(stored, "shape"):
+        array = np.asarray(stored[()])
+        if array.ndim != 2:
+            raise DataError(f"{path}: the observations of {key} have shape {array.shape}, not (steps, columns)")
+        return array, None, columns
+    if "observation" not in stored:
+        raise DataError(
+            f"{path}: the observations of {key} are {', '.join(sorted(stored))}; "
+            "a dict must have observation, achieved_goal and desired_goal"
+        )
+    observation = np.asarray(stored["observation"][()])
+    if "achieved_goal" not in stored:
+        return observation, None, columns
+    achieved = np.asarray(stored["achieved_goal"][()])
+    goals = np.asarray(stored["desired_goal"][()]) if "desired_goal" in stored else None
+    width = achieved.shape[1]
+    if columns is None:  # decided once, by the first episode: a mixture of both would fit no network
+        columns = _columns_of(observation, achieved)
+        if columns is None:
+            columns = tuple(range(width))
+            notes.append(f"the achieved goal is no part of the observation: its {width} numbers are put before it")
+    if _columns_of(observation, achieved, columns) is None:
+        observation = np.concatenate([achieved, observation], axis=1)
+    return observation, goals, columns
+
+
+def _columns_of(
+    observation: np.ndarray, achieved: np.ndarray, columns: tuple[int, ...] | None = None
+) -> tuple[int, ...] | None:
+    """The columns of the observation that are the achieved goal, in its order; None if it is not among them."""
+    if columns is not None:
+        fits = max(columns) < observation.shape[1] and np.array_equal(observation[:, list(columns)], achieved)
+        return columns if fits else None
+    found: list[int] = []
+    for j in range(achieved.shape[1]):
+        same = [
+            i
+            for i in range(observation.shape[1])
+            if i not in found and np.array_equal(observation[:, i], achieved[:, j])
+        ]
+        if not same:
+            return None
+        found.append(same[0])
+    return tuple(found)
+
+
+# ----------------------------------------------------------------------------------------------------------- pieces
+
+
+def _is_about(key: str) -> bool:
+    """Arrays that describe columns, and have no rows."""
+    return key in ("goal_indices", "observation_names")
+
+
+def _fixed(begin: int, end: int, steps: int) -> list[tuple[int, int]]:
+    """Pieces of so many transitions between two rows; a piece begins in the state where the one before ends."""
+    return [(row, min(row + steps, end)) for row in range(begin, end, steps)]
+
+
+def gather(arrays: Arrays, pieces: Sequence[tuple[int, int]]) -> Arrays:
+    """Episodes from first and last rows, both included; a row may end one piece and begin another."""
+    if not pieces:
+        raise DataError("there is no episode with a step")
+    first, last = (np.array(side, dtype=np.int64) for side in zip(*pieces))
+    rows = np.concatenate([np.arange(a, b + 1) for a, b in zip(first, last)])
+    ends = np.cumsum(last - first + 1) - 1
+    made = {key: array if _is_about(key) else array[rows] for key, array in arrays.items()}
+    made["terminals"] = np.zeros(len(rows), bool)
+    made["terminals"][ends] = True
+    made["actions"][ends] = 0
+    return made
+
+
+def recut(arrays: Arrays) -> Arrays:
+    """Cuts episodes where their controller reached a goal: D4RL's own pieces, from goal to goal."""
+    if "arrivals" not in arrays:
+        raise UserError("it does not say where goals were reached (no `arrivals`): only maze2d data do")
+    last = np.flatnonzero(arrays["terminals"])
+    first = np.append(0, last[:-1] + 1)
+    arrivals = np.flatnonzero(arrays["arrivals"])
+    pieces: list[tuple[int, int]] = []
+    for a, b in zip(first.tolist(), last.tolist()):
+        inside = arrivals[np.searchsorted(arrivals, a, "right") : np.searchsorted(arrivals, b, "left")].tolist()
+        pieces += [(begin, end) for begin, end in zip([a, *inside], [*inside, b]) if end > begin]
+    made = gather(arrays, pieces)
+    if "goals" in made:  # a row that ends one piece and begins another has the goal of each
+        ends = np.flatnonzero(made["terminals"])
+        begins = np.append(0, ends[:-1] + 1)
+        goals = made["goals"].copy()
+        made["goals"][ends], made["goals"][begins] = goals[ends - 1], goals[begins + 1]
+        short = ends - begins == 1  # a single step: there is no second row to tell its goal
+        made["goals"][ends[short]] = made["goals"][begins[short]] = goals[begins[short]]
+    return made
+
+
+def _clipped(arrays: Arrays, notes: list[str]) -> Arrays:
+    """float32, and actions that are out of range by rounding alone put back."""
+    arrays["observations"] = arrays["observations"].astype(np.float32)
+    actions = arrays["actions"] = arrays["actions"].astype(np.float32)
+    if actions.size and np.isfinite(actions).all():
+        worst = float(np.abs(actions).max())
+        if 1.0 + 1e-6 < worst <= 1.0 + ROUNDING:
+            notes.append(f"actions up to {worst:.6g} are clipped to 1")
+            arrays["actions"] = actions.clip(-1.0, 1.0)
+    return arrays
