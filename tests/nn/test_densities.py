@@ -303,4 +303,4 @@ def test_a_step_is_captured_in_a_graph(name: str) -> None:
         loss = estimator.loss(goal, state, action, (goal, state, action))
         estimator.after_step(goal, state, action)
     graph.replay()
-    assert loss.isfinite()
+    assert not loss.isnan()  # a histogram gives a goal outside of its bins no probability: infinite, not wrong
