@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import signal
 import subprocess
 import sys
@@ -18,10 +19,10 @@ from qhyer import envs, runs
 from qhyer import evaluate as evaluation
 from qhyer.agent import Agent, AgentConfig
 from qhyer.data.episodes import DataSpec, Episodes
-from qhyer.errors import UserError
+from qhyer.errors import CorruptFile, UserError
 from qhyer.evaluate import EvalConfig, evaluate, plan, success_rate
 from qhyer.policy import GraphedPolicy
-from qhyer.records import EpisodeRow, add_rows, read_rows
+from qhyer.records import EpisodeRow, add_rows, normalised, read_rows, references
 from qhyer.rng import global_numpy, numpy_stream, stream_seed
 from qhyer.rollout import EpisodeSpec, ShardRunner, Workers
 from qhyer.train import TrainConfig, train
@@ -378,3 +379,88 @@ def test_rows_round_trip_and_sort(tmp_path: Path):
     with open(path, newline="") as file:
         assert next(csv.reader(file))[:4] == ["run", "agent", "preset", "dataset"]
     assert read_rows(tmp_path / "none.csv") == []
+
+
+def test_rows_with_returns_and_rows_from_before_there_were_any(tmp_path: Path):
+    path = tmp_path / "episodes.csv"
+    row = EpisodeRow("r", "qhyer", "paper", "d", 0, 100, 1, 0, 77, 1, 300, 0.25)
+    add_rows(path, [row, replace(row, episode=1, return_=123.0)])
+    lines = path.read_text().splitlines()
+    assert lines[0].endswith(",seconds,return") and lines[1].endswith(",0.25,") and lines[2].endswith(",0.25,123.0")
+    path.write_text("".join(line.rsplit(",", 1)[0] + "\n" for line in lines))  # as older versions wrote it
+    assert read_rows(path) == [row, replace(row, episode=1)]
+    add_rows(path, [replace(row, step=200, return_=7.0)])
+    assert [r.return_ for r in read_rows(path)] == [None, None, 7.0]
+    path.write_text("run,agent\n")
+    with pytest.raises(CorruptFile, match="not a file of episode rows"):
+        read_rows(path)
+
+
+# --------------------------------------------------------------------------------------------------------- Maze2D
+
+UMAZE = "maze2d-umaze-v1"
+
+
+class Push(Straight):
+    """Pushes up and along: in half of the starts it comes by the goal."""
+
+    def act(self, observation, goal, memory):
+        return self.gain * (goal - observation)[:, :2], None
+
+
+@pytest.fixture
+def push() -> Push:
+    return Push(AgentConfig(), DataSpec(4, 2, (0, 1), (0.0,) * 4, (1.0,) * 4))
+
+
+def test_maze2d_has_returns_and_success_is_having_been_there(push):
+    config = EvalConfig(episodes=12, shard=5)
+    results = evaluate(push, UMAZE, config, workers=0)
+    assert len(results) == 12 and {r.length for r in results} == {300}
+    for result in results[:4]:  # recorded
+        near = np.linalg.norm(result.observations[1:, :2] - result.goal[:2], axis=1) <= 0.5
+        assert result.returned == near.sum() and result.success == near.any()
+    returns = [r.returned for r in results]
+    assert 0 < np.mean([r.success for r in results]) < 1 and len(set(returns)) > 2
+    assert evaluation.mean_return(results) == np.mean(returns)
+    others = evaluate(push, UMAZE, config, workers=2)
+    assert summary(others) == summary(results) and [r.returned for r in others] == returns
+
+
+def test_goal_reaching_tasks_have_no_return(straight):
+    results = evaluate(straight, MAZE, replace(FEW, episodes=1, tasks=(1,)), workers=0)
+    assert results[0].returned is None and evaluation.mean_return(results) is None
+
+
+def test_scores_lie_between_the_references(tmp_path, tiny_config):
+    from qhyer.data.generate.references import controller, measure, random_policy, returns
+
+    known = references()[UMAZE]
+    assert normalised(UMAZE, known["random"]["mean"]) == 0 and normalised(UMAZE, known["controller"]["mean"]) == 100
+    assert normalised(MAZE, 1.0) is None and normalised(None, 1.0) is None
+    for policy, name in ((random_policy, "random"), (controller, "controller")):  # the stored ones can be made again
+        found = returns(UMAZE, policy, 60, 0)
+        assert abs(found.mean() - known[name]["mean"]) < 4 * found.std() / 60**0.5
+    assert measure(tmp_path / "r.json", episodes=1, seed=1) == 0
+    made = json.loads((tmp_path / "r.json").read_text())
+    assert set(made["environments"]) == set(references()) and "--episodes 1 --seed 1" in made["command"]
+    assert set(made) == {"what", "command", "episodes", "seed", "versions", "environments"}
+
+
+def test_a_maze2d_run_keeps_returns_and_says_its_score(tiny_config, tmp_path, capsys):
+    from qhyer.cli import main
+    from qhyer.data import registry
+    from qhyer.data.generate import generate
+
+    dataset = registry.get("maze2d-umaze")
+    path = generate(dataset, out=tmp_path, episodes=2, workers=1, rows=200, validation=False, progress=False)
+    run = train("gcbc", str(path), tiny_config("gcbc"), TrainConfig(device="cpu"), run=tmp_path / "run", quiet=True)
+    assert runs.read(run)["environment"] == UMAZE
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", str(run), "--episodes", "3", "--workers", "0"])
+    assert stopped.value.code == 0
+    rows = read_rows(run / "episodes.csv")
+    mean = np.mean([row.return_ for row in rows])
+    assert len(rows) == 3 and f"return {mean:.1f}, score {normalised(UMAZE, mean):.1f}" in capsys.readouterr().out
+    with np.load(run / "rollouts" / "00000010.npz") as rollouts:
+        assert rollouts["maze_map"].shape == (5, 5) and rollouts["goals"].shape == (3, 4)

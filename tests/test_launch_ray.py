@@ -117,7 +117,7 @@ def test_episodes_that_fail_are_counted_and_the_others_kept(cluster, tmp_path, m
     from qhyer.data.generate import runner
 
     versions = runner.versions()
-    monkeypatch.setattr(runner, "versions", lambda: {**versions, "mujoco": "0.1"})
+    monkeypatch.setattr(runner, "versions", lambda *_: {**versions, "mujoco": "0.1"})
     with pytest.raises(UserError, match=r"3 of 3 episodes failed.*mujoco .* there, 0.1 asked for"):
         generate(MAZE, out=tmp_path, episodes=2, rows=30, progress=False, launcher="ray")
 

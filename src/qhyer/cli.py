@@ -246,7 +246,7 @@ class _EvalOptions:
 
 def _eval(args: list[str]) -> int | None:
     from qhyer.evaluate import EvalConfig
-    from qhyer.runs import evaluate_run
+    from qhyer.runs import evaluate_run, score_text
 
     options_type = dataclasses.make_dataclass(
         "Options",
@@ -294,7 +294,7 @@ def _eval(args: list[str]) -> int | None:
             workers=options.workers,
             overwrite=options.overwrite,
         )
-        print(f"{run}: success {100 * rate:.1f} %")
+        print(f"{run}: success {100 * rate:.1f} %{score_text(run, options.step, options.env)}")
     return 0
 
 

@@ -57,6 +57,8 @@ class EpisodeResult:
     goal: np.ndarray
     observations: np.ndarray | None
     """(length + 1, d_s), kept for the recorded episodes"""
+    returned: float | None = None
+    """the undiscounted return, where the task has rewards of its own (Maze2D)"""
 
 
 @dataclass
@@ -157,7 +159,7 @@ class _Shard:
 
         return finish
 
-    def advance(self, observations: np.ndarray, ended: np.ndarray, success: np.ndarray) -> bool:
+    def advance(self, observations: np.ndarray, ended: np.ndarray, success: np.ndarray, returns: np.ndarray) -> bool:
         """Takes a step's outcome; True when every episode of the shard is over."""
         self.lengths[self.active] += 1
         for k, i in enumerate(self.active):
@@ -167,8 +169,9 @@ class _Shard:
             if ended[k]:
                 seconds = time.perf_counter() - self.begun
                 recorded = None if trail is None else np.stack(trail)
+                returned = None if np.isnan(returns[k]) else float(returns[k])
                 self.results[i] = EpisodeResult(
-                    self.specs[i], bool(success[k]), int(self.lengths[i]), seconds, self.goals[i], recorded
+                    self.specs[i], bool(success[k]), int(self.lengths[i]), seconds, self.goals[i], recorded, returned
                 )
         running = ~ended
         if self.rows is not None:
@@ -292,6 +295,12 @@ def evaluate(
             deliver(left=0)
     timings.total_s = time.perf_counter() - begun
     return [result for shard in shards for result in shard.results if result is not None]
+
+
+def mean_return(results: list[EpisodeResult]) -> float | None:
+    """Mean over episodes; None where the task has no rewards of its own."""
+    returns = [result.returned for result in results if result.returned is not None]
+    return float(np.mean(returns)) if returns else None
 
 
 def success_rate(results: list[EpisodeResult]) -> float:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import io
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qhyer.errors import CorruptFile
 from qhyer.storage import write_text
@@ -28,9 +31,13 @@ class EpisodeRow:
     success: int
     length: int
     seconds: float
+    return_: float | None = None
+    """undiscounted, where the task has rewards of its own; its column is called return, older files lack it"""
 
 
-COLUMNS = tuple(f.name for f in dataclasses.fields(EpisodeRow))
+COLUMNS = tuple(f.name.rstrip("_") for f in dataclasses.fields(EpisodeRow))
+OPTIONAL = ("return",)  # the last columns; older files lack them
+REFERENCES = Path(__file__).with_name("references.json")
 
 
 def read_rows(path: Path) -> list[EpisodeRow]:
@@ -46,13 +53,16 @@ def read_rows(path: Path) -> list[EpisodeRow]:
         "length": int,
     }
     with open(path, newline="", encoding="utf-8") as file:
-        if tuple(next(csv.reader(file), ())) != COLUMNS:
+        header = tuple(next(csv.reader(file), ()))
+        if header not in (COLUMNS, COLUMNS[: -len(OPTIONAL)]):
             raise CorruptFile(f"{path} is not a file of episode rows: its columns are not {','.join(COLUMNS)}")
         file.seek(0)
-        return [
-            EpisodeRow(**{k: float(v) if k == "seconds" else kinds.get(k, str)(v) for k, v in row.items()})  # type: ignore[arg-type]
-            for row in csv.DictReader(file)
-        ]
+        rows = []
+        for row in csv.DictReader(file):
+            returned = row.pop("return", "") or None
+            values: dict[str, Any] = {k: float(v) if k == "seconds" else kinds.get(k, str)(v) for k, v in row.items()}
+            rows.append(EpisodeRow(**values, return_=None if returned is None else float(returned)))
+        return rows
 
 
 def write_rows(path: Path, rows: Iterable[EpisodeRow]) -> None:
@@ -60,7 +70,7 @@ def write_rows(path: Path, rows: Iterable[EpisodeRow]) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(dataclasses.asdict(row) for row in rows)
+    writer.writerows({k.rstrip("_"): v for k, v in dataclasses.asdict(row).items()} for row in rows)
     write_text(path, text.getvalue())
 
 
@@ -69,3 +79,21 @@ def add_rows(path: Path, rows: list[EpisodeRow]) -> None:
     steps = {row.step for row in rows}
     kept = [row for row in read_rows(path) if row.step not in steps]
     write_rows(path, sorted([*kept, *rows], key=lambda r: (r.step, r.task, r.episode)))
+
+
+# ------------------------------------------------------------------------------------------------- normalised scores
+
+
+@functools.cache
+def references() -> dict[str, dict[str, Any]]:
+    """Environment -> the mean returns of a random policy and of the waypoint controller, measured here."""
+    return json.loads(REFERENCES.read_text(encoding="utf-8"))["environments"]
+
+
+def normalised(environment: str | None, returned: float) -> float | None:
+    """D4RL's score of a return: 0 is the random policy's, 100 the controller's; None where there are no references."""
+    known = references().get(environment or "")
+    if known is None:
+        return None
+    low, high = known["random"]["mean"], known["controller"]["mean"]
+    return 100.0 * (returned - low) / (high - low)

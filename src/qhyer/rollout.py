@@ -26,7 +26,7 @@ from qhyer.launch import cores
 WORKER = "from qhyer.rollout import main; main()"
 
 Stepped = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""observations, whether the episodes ended, whether they succeeded"""
+"""observations, whether the episodes ended, whether they succeeded (so far)"""
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,16 @@ class ShardRunner:
         return np.stack([s for s, _ in starts]), np.stack([g for _, g in starts])
 
     def step(self, actions: np.ndarray) -> Stepped:
-        """One step of the episodes still running."""
-        observations, ended, success = [], [], []
+        """One step of the episodes still running; their returns so far, where the task has any, are in `returns`."""
+        observations, ended, success, returns = [], [], [], []
         for i, action in zip(self.active, actions):
             observation, _, terminated, truncated, info = self.pool[i].step(action)
             observations.append(np.asarray(observation, dtype=np.float32))
             ended.append(bool(terminated or truncated))
             success.append(bool(info["success"]))
+            returns.append(float(info.get("return", np.nan)))
         self.active = [i for i, done in zip(self.active, ended) if not done]
+        self.returns = np.asarray(returns)
         return np.stack(observations), np.asarray(ended), np.asarray(success)
 
     def replay(self, specs: list[EpisodeSpec], actions: list[np.ndarray]) -> int:
@@ -98,7 +100,7 @@ class Stepper:
         runner = self.runners[slot]
         if kind == "replay":
             return slot, runner.replay(*payload)
-        return slot, runner.reset(payload) if kind == "reset" else runner.step(payload)
+        return slot, runner.reset(payload) if kind == "reset" else (*runner.step(payload), runner.returns)
 
 
 # ------------------------------------------------------------------------------------------------ the worker's side

@@ -29,12 +29,12 @@ from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
 from qhyer.evaluate import EpisodeResult, EvalConfig, evaluate, success_rate
 from qhyer.progress import Progress
-from qhyer.records import EpisodeRow, add_rows, read_rows
+from qhyer.records import EpisodeRow, add_rows, normalised, read_rows
 from qhyer.rng import stream_seed
 from qhyer.rollout import About, Workers
 from qhyer.storage import atomic_file
 
-VERSIONED = ("qhyer", "torch", "numpy", "ogbench", "gymnasium", "mujoco", "safetensors")
+VERSIONED = ("qhyer", "torch", "numpy", "ogbench", "gymnasium", "gymnasium-robotics", "mujoco", "safetensors")
 
 
 def versions() -> dict[str, str]:
@@ -132,6 +132,7 @@ def save_evaluation(
             success=int(r.success),
             length=r.length,
             seconds=round(r.seconds, 3),
+            return_=r.returned,
         )
         for r in results
     ]
@@ -194,6 +195,18 @@ def evaluate_run(
     )
     save_evaluation(run, at, results, environment, about)
     return success_rate(results)
+
+
+def score_text(run: Path, step: int | None = None, environment: str | None = None) -> str:
+    """What follows the success in a sentence: return and score of an evaluation, the last if no step is named."""
+    rows = read_rows(Path(run) / "episodes.csv")
+    at = max((row.step for row in rows), default=0) if step is None else step
+    returns = [row.return_ for row in rows if row.step == at and row.return_ is not None]
+    if not returns:
+        return ""
+    mean = float(np.mean(returns))
+    score = normalised(environment or read(run).get("environment"), mean)
+    return f", return {mean:.1f}" + ("" if score is None else f", score {score:.1f}")
 
 
 def evaluate_agent(
