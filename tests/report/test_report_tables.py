@@ -5,6 +5,8 @@ import math
 
 import pytest
 
+from qhyer.records import references
+from qhyer.report import write_report
 from qhyer.report.collect import collect
 from qhyer.report.compare import compare, difference_text, tally
 from qhyer.report.published import canonical, for_dataset, published
@@ -141,3 +143,49 @@ def test_losses_are_shown(tmp_path, make_run):
     assert tally(lines) == {"above": 1, "agrees": 1, "below": 1}
     # two papers disagree about SAW on this dataset: both numbers stand
     assert sorted(line.published for line in lines if line.agent == "SAW") == [23, 72]
+
+
+def with_returns(folder, returns):
+    """Gives a run's rows returns, as the evaluation of Maze2D writes them."""
+    path = folder / "episodes.csv"
+    header, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([header + ",return", *(f"{line},{value}" for line, value in zip(lines, returns))]) + "\n")
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**info, "environment": "maze2d-umaze-v1"}))
+
+
+def test_scores_of_returns(tmp_path, make_run):
+    low, high = (references()["maze2d-umaze-v1"][key]["mean"] for key in ("random", "controller"))
+    middle = (low + high) / 2
+    for seed, values in enumerate(([low, high], [high, high])):  # scores 50 and 100
+        folder = make_run(tmp_path, "qhyer", seed, {1: [0, 1]}, dataset="maze2d-umaze-v1")
+        with_returns(folder, values)
+    with_returns(make_run(tmp_path, "gcbc", 0, {1: [0, 1]}, dataset="maze2d-umaze-v1"), [low, high])
+    make_run(tmp_path, "crl", 0, {1: [0, 1]}, dataset="pointmaze-medium-navigate-v0")
+    rows = {row.agent: row for row in rows_of(tmp_path) if row.task == "overall"}
+    assert rows["qhyer"].score == pytest.approx(75) and rows["qhyer"].score_std == pytest.approx(50 / math.sqrt(2))
+    assert (rows["qhyer"].score_low, rows["qhyer"].score_high) == pytest.approx((50, 100))
+    assert rows["qhyer"].returned == pytest.approx((middle + high) / 2)
+    # one seed: over its episodes
+    assert rows["gcbc"].score == pytest.approx(50) and math.isnan(rows["gcbc"].score_std)
+    assert (rows["gcbc"].score_low, rows["gcbc"].score_high) == pytest.approx((0, 100), abs=1e-6)
+    assert math.isnan(rows["crl"].score) and math.isnan(rows["crl"].returned)
+
+    everything = rows_of(tmp_path)
+    lines = success_csv(everything).splitlines()
+    assert lines[0].endswith(",iqm,return,score,score_std,score_low,score_high")
+    assert any(line.endswith(",,,,,") for line in lines[1:])  # crl's
+    text = success_markdown(everything)
+    assert "| agent | preset | seeds | return | score | score 95 % | success % | 95 % interval | task 1 |" in text
+    assert "| qhyer | demo | 2 | " in text and " | 75 ± 35.4 | 50–100 | " in text
+    assert "| agent | preset | seeds | success % | 95 % interval | task 1 |" in text and "own references" in text
+
+
+def test_returns_pass_through_a_report(tmp_path, make_run):
+    with_returns(make_run(tmp_path / "runs", "gcbc", 0, {1: [0, 1]}, dataset="maze2d-umaze-v1"), [0.0, 223.0])
+    made = write_report([tmp_path / "runs"], tmp_path / "out")
+    assert "score 95 %" in made.page.read_text()
+    assert (tmp_path / "out" / "episodes.csv").read_text().splitlines()[0].endswith(",seconds,return")
+    again = collect([tmp_path / "out" / "episodes.csv"])
+    assert [row.returned for row in again.episodes] == [0.0, 223.0]
+    assert success_rows(groups(again))[0].score == made.success[0].score

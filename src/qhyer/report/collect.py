@@ -36,6 +36,7 @@ COLUMNS = (
     "length",
     "seconds",
 )
+OPTIONAL = ("return",)  # empty, or absent, where success is all there is
 ASIDE = "exploration"  # runs kept to show how a setting was found: counted only where this folder itself is named
 NEEDED = (
     "agent",
@@ -61,9 +62,10 @@ class Episode:
     success: float
     length: int
     seconds: float
+    returned: float = math.nan  # the column `return`: undiscounted, where the task has rewards of its own
 
     def values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in COLUMNS)
+        return (*(getattr(self, name) for name in COLUMNS), self.returned)
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ def read_episodes(path: Path) -> list[Episode]:
                 success=_success(line["success"]),
                 length=int(line["length"]),
                 seconds=float(line["seconds"]),
+                returned=float(line.get("return") or math.nan),
             )
         except (TypeError, ValueError) as error:
             raise UserError(f"{path}, line {reader.line_num}: {error}; {advice}") from error

@@ -8,7 +8,19 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from qhyer.report import Report, write_report
-from qhyer.report.tables import OVERALL, best, between, identity, label, mean_std, number, wide
+from qhyer.report.tables import (
+    OVERALL,
+    SCORE_HEADS,
+    best,
+    between,
+    has_scores,
+    identity,
+    label,
+    mean_std,
+    number,
+    score_cells,
+    wide,
+)
 
 
 def report(
@@ -50,7 +62,9 @@ def headline(made: Report, tasks: bool = True) -> list[Grid]:
         grid = Grid(title=dataset, title_justify="left", title_style="bold", box=None, pad_edge=False)
         for name in ("agent", "preset"):
             grid.add_column(name, no_wrap=True)
-        for name in ("seeds", "success %", "95 % interval", *(f"t{task}" for task in shown)):
+        scored = has_scores(row for row in made.success if row.dataset == dataset)
+        heads = SCORE_HEADS if scored else ()
+        for name in ("seeds", *heads, "success %", "95 % interval", *(f"t{task}" for task in shown)):
             grid.add_column(name, justify="right", no_wrap=True)
         for cells in sorted(lines, key=lambda cells: -cells[0].mean if cells[0] else 0.0):
             row = cells[0]
@@ -59,6 +73,7 @@ def headline(made: Report, tasks: bool = True) -> list[Grid]:
             texts = [mean_std(row), *(number(cell.mean, 0) if cell else "" for cell in cells[1:])]
             bold = [cell is not None and identity(cell) in marked for cell in cells]
             texts = [f"[bold]{text}[/bold]" if strong else text for text, strong in zip(texts, bold)]
-            grid.add_row(label(row).replace("[", "\\["), row.preset, str(row.seeds), texts[0], between(row), *texts[1:])
+            about = [label(row).replace("[", "\\["), row.preset, str(row.seeds), *(score_cells(row) if scored else ())]
+            grid.add_row(*about, texts[0], between(row), *texts[1:])
         grids.append(grid)
     return grids

@@ -29,14 +29,18 @@ from qhyer.report.statistics import RESAMPLES
 from qhyer.report.suite import AGENTS_CAPTION, MAIN_CAPTION, NOTE, Cells, agents_table, main_table, suite, wanted
 from qhyer.report.tables import (
     OVERALL,
+    SCORE_HEADS,
+    SCORE_NOTE,
     Group,
     SuccessRow,
     best,
     between,
+    has_scores,
     identity,
     label,
     mean_std,
     number,
+    score_cells,
     wide,
 )
 
@@ -161,7 +165,9 @@ def _headline(rows: Sequence[SuccessRow]) -> str:
     marked = best(rows)
     datasets = list(dict.fromkeys(row.dataset for row in rows))
     several = len(datasets) > 1
-    columns = ["agent", "preset", "seeds", "success %", "95 % interval", "episodes", "step"]
+    scored = has_scores(rows)
+    columns = ["agent", "preset", "seeds", *(SCORE_HEADS if scored else ()), "success %", "95 % interval"]
+    columns += ["episodes", "step"]
     heads = [f'<th scope="col"{" class=t" if i < 2 else ""}>{name}</th>' for i, name in enumerate(columns)]
     if not several:
         heads += [f'<th scope="col">task {escape(task)}</th>' for task in wide(rows, datasets[0])[0]]
@@ -177,7 +183,9 @@ def _headline(rows: Sequence[SuccessRow]) -> str:
             strong = ' class="best"' if identity(row) in marked else ""
             lines += (
                 f'<tr><th scope="row" class="t">{_dot(row.agent)}{escape(label(row))}</th>'
-                f'<td class="t">{escape(row.preset)}</td><td>{row.seeds}</td><td{strong}>{mean_std(row)}</td>'
+                f'<td class="t">{escape(row.preset)}</td><td>{row.seeds}</td>'
+                + "".join(f"<td>{cell}</td>" for cell in (score_cells(row) if scored else ()))
+                + f"<td{strong}>{mean_std(row)}</td>"
                 f"<td>{between(row)}</td><td>{row.episodes:,}</td><td>{escape(_steps(row.step))}</td>"
             )
             for cell in cells[1:] if not several else []:
@@ -187,6 +195,7 @@ def _headline(rows: Sequence[SuccessRow]) -> str:
         body += f"<tbody>{lines}</tbody>"
     star = " ★ marks the highest mean of a dataset." if len(rows) > 1 and marked else ""
     caption = f"Success at the last evaluation; ± is the standard deviation over seeds.{star}"
+    caption += f" {SCORE_NOTE}" if scored else ""
     return _table(caption, f"<tr>{''.join(heads)}</tr>", body)
 
 

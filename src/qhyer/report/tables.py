@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from qhyer.config import fingerprint
-from qhyer.report.collect import COLUMNS, Episode, Run, Table, natural
+from qhyer.records import normalised
+from qhyer.report.collect import COLUMNS, OPTIONAL, Episode, Run, Table, natural
 from qhyer.report.statistics import iqm, mean_and_std, stratified_bootstrap, wilson
 from qhyer.rng import numpy_stream
 
@@ -80,6 +81,14 @@ class SuccessRow:
     high: float
     interval: str  # wilson | bootstrap
     iqm: float  # over seeds × tasks
+    returned: float = math.nan  # undiscounted, where the task has rewards of its own
+    score: float = math.nan  # the return, normalised: 0 a random policy's, 100 the controller's (docs/protocol.md)
+    score_std: float = math.nan
+    score_low: float = math.nan
+    score_high: float = math.nan
+
+
+SCORES = ("returned", "score", "score_std", "score_low", "score_high")
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -200,6 +209,7 @@ def _row(group: Group, task: str, members: Sequence[Sequence[Episode]], strata: 
         low, high = stratified_bootstrap(strata, stream)
         kind = "bootstrap"
     middle = float(iqm([np.asarray(values) for values in strata]))
+    scores_of_returns = _scores(group, task, members)
     return SuccessRow(
         dataset=group.dataset,
         agent=group.agent,
@@ -216,7 +226,32 @@ def _row(group: Group, task: str, members: Sequence[Sequence[Episode]], strata: 
         high=100 * high,
         interval=kind,
         iqm=100 * middle,
+        **scores_of_returns,
     )
+
+
+def _scores(group: Group, task: str, members: Sequence[Sequence[Episode]]) -> dict[str, float]:
+    """Returns and normalised scores; the interval is a bootstrap over seeds, of one seed over its episodes."""
+    returns = [[row.returned for row in rows if not math.isnan(row.returned)] for rows in members]
+    if not all(returns):
+        return {}
+    of_runs = [float(np.mean(values)) for values in returns]
+    found = {"returned": float(np.mean(of_runs))}
+    environment = group.runs[0].info.get("environment") or group.dataset
+    scale = [normalised(environment, value) for value in (0.0, 1.0)]
+    if scale[0] is None or scale[1] is None:
+        return found
+    zero, unit = scale[0], scale[1] - scale[0]
+    mean, std = mean_and_std(of_runs)
+    stream = numpy_stream(0, "report", "score", group.dataset, group.agent, group.preset, group.variant, task)
+    drawn = of_runs if len(set(of_runs)) > 1 else [value for values in returns for value in values]
+    low, high = stratified_bootstrap([drawn], stream)
+    return found | {
+        "score": zero + unit * mean,
+        "score_std": unit * std,
+        "score_low": zero + unit * low,
+        "score_high": zero + unit * high,
+    }
 
 
 def success(group: Group) -> list[SuccessRow]:
@@ -274,6 +309,25 @@ def between(row: SuccessRow) -> str:
     return f"{number(row.low)}–{number(row.high)}"
 
 
+def has_scores(rows: Iterable[SuccessRow]) -> bool:
+    return any(not math.isnan(row.returned) for row in rows)
+
+
+def score_cells(row: SuccessRow) -> list[str]:
+    """Return, score and its interval, as they are shown; empty where the task has none."""
+    spread = "" if math.isnan(row.score_std) else f" ± {number(row.score_std)}"
+    interval = "" if math.isnan(row.score) else f"{number(row.score_low)}–{number(row.score_high)}"
+    return [number(row.returned), number(row.score) + spread, interval]
+
+
+SCORE_HEADS = ("return", "score", "score 95 %")
+SCORE_NOTE = (
+    "Return: the undiscounted sum of rewards of an episode. Score: D4RL's normalisation with this project's own "
+    "references (docs/protocol.md), 0 for a random policy and 100 for the waypoint controller; scores normalised by "
+    "D4RL's references are other numbers."
+)
+
+
 def to_csv(header: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
@@ -284,12 +338,15 @@ def to_csv(header: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
 
 
 def success_csv(rows: Sequence[SuccessRow]) -> str:
-    names = [item.name for item in fields(SuccessRow)]
-    return to_csv(names, ([getattr(row, name) for name in names] for row in rows))
+    names = [item.name for item in fields(SuccessRow) if item.name not in SCORES or has_scores(rows)]
+    heads = ["return" if name == "returned" else name for name in names]
+    return to_csv(heads, ([getattr(row, name) for name in names] for row in rows))
 
 
 def episodes_csv(rows: Iterable[Episode]) -> str:
-    return to_csv(COLUMNS, ([int(v) if n == "success" else v for n, v in zip(COLUMNS, row.values())] for row in rows))
+    rows = list(rows)
+    names = COLUMNS if all(math.isnan(row.returned) for row in rows) else COLUMNS + OPTIONAL
+    return to_csv(names, ([int(v) if n == "success" else v for n, v in zip(names, row.values())] for row in rows))
 
 
 def summary_csv(table: Table) -> str:
@@ -336,10 +393,12 @@ def success_markdown(rows: Sequence[SuccessRow]) -> str:
     parts = []
     for dataset in dict.fromkeys(row.dataset for row in rows):
         tasks, lines = wide(rows, dataset)
+        scored = has_scores(row for row in rows if row.dataset == dataset)
         header = [
             "agent",
             "preset",
             "seeds",
+            *(SCORE_HEADS if scored else ()),
             "success %",
             "95 % interval",
             *(f"task {task}" for task in tasks),
@@ -352,13 +411,13 @@ def success_markdown(rows: Sequence[SuccessRow]) -> str:
             bold = [cell is not None and identity(cell) in marked for cell in cells]
             texts[0] = mean_std(overall)
             shown = [f"**{text}**" if strong else text for text, strong in zip(texts, bold)]
-            body.append(
-                [label(overall), overall.preset, str(overall.seeds), shown[0], between(overall), *shown[1:]],
-            )
+            about = [label(overall), overall.preset, str(overall.seeds), *(score_cells(overall) if scored else ())]
+            body.append([*about, shown[0], between(overall), *shown[1:]])
         parts.append(f"### {dataset}\n\n" + markdown(header, body, left=2))
     notes = (
         "Success in percent at the last evaluation. ± is the standard deviation over seeds. The interval is "
         "Wilson's over episodes for one seed (or seeds that scored alike), and a stratified bootstrap "
         "over seeds × tasks for several."
     )
+    notes += f" {SCORE_NOTE}" if has_scores(rows) else ""
     return "\n".join(parts) + f"\n{notes}\n"
