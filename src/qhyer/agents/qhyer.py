@@ -24,6 +24,7 @@ from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import WindowSamplerConfig
 from qhyer.errors import require
+from qhyer.nn import contrastive, cvae
 from qhyer.nn.bits import Bits
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
 from qhyer.nn.hybrid import Backbone, HybridDecoder
@@ -34,6 +35,7 @@ from qhyer.nn.tokens import Tokenization, Tokens
 Q_SCALE_RATE = 0.01  # Unspecified in the paper: rate of the running mean of |Q|
 LOG_STD = (-3.0, 1.0)  # beyond the paper: range of a mixture's log standard deviations
 Q_SCALE_FLOOR = 1e-3  # Unspecified in the paper: delta of its normalisation
+RIVALS = {"cvae": cvae.given_context, "contrastive": contrastive.given_context}  # of the flow, in the ablation
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,10 @@ class QHyerConfig(AgentConfig):
     backbone: Backbone = "hybrid"
     """ablation: both branches, or one alone"""
     conditioning: Literal["flow", "none", "rtg"] = "flow"
-    """ablation: what the Q token holds: the flow's Q, nothing (no token), or the return-to-go of the sparse reward"""
+    """ablation: what the Q token holds: the critic's Q, nothing (no token), or the return-to-go of the sparse reward"""
+    critic: Literal["flow", "cvae", "contrastive"] = "flow"
+    """ablation: what estimates Q: the flow, a conditional VAE or a contrastive classifier of about its size, given the
+    same encoding of (s, a). The classifier's Q is log p(g | s, a) / p(g): apart by a number of the goal's own"""
     tokenization: Tokenization = "concat"
     """ablation: goal beside the state, as a token of its own, or left out"""
     regression: Literal["expectile", "quantile", "mse"] = "expectile"
@@ -134,6 +139,18 @@ class QHyerConfig(AgentConfig):
             "flow_batch is so small that the flow would see no transition",
         )
         require(
+            self.critic != "contrastive" or self.batch_size * self.context * self.flow_batch >= 2.0,
+            "a contrastive critic tells goals of a batch apart: flow_batch must give it two transitions or more",
+        )
+        require(
+            self.critic != "contrastive" or self.goal_frame == "absolute",
+            "a contrastive critic needs goal_frame absolute: relative, its Q is off by a number of the state's too",
+        )
+        require(
+            self.critic == "flow" or self.binary_goals == "flow",
+            f"binary_goals bits goes with critic flow alone: write binary_goals flow to have a {self.critic} critic",
+        )
+        require(
             self.action_head != "best_of_mixture" or self.conditioning == "flow",
             "best_of_mixture asks the critic, and there is one only with conditioning flow",
         )
@@ -160,7 +177,10 @@ class QHyer(Agent):
             c = config.representation
             inputs = spec.observation_dim + spec.action_dim
             self.critic = nn.ModuleDict({"encoder": SAEncoder(inputs, config.encoder_width, config.encoder_layers, c)})
-            if rest:
+            if config.critic != "flow":
+                make = RIVALS[config.critic]
+                self.critic[config.critic] = make(rest, c, config.flow_blocks, config.flow_channels)
+            elif rest:
                 self.critic["flow"] = ConditionalRealNVP(rest, c, config.flow_blocks, config.flow_channels)
             if bits:
                 self.critic["bits"] = Bits(bits, c, config.flow_channels)
@@ -210,6 +230,8 @@ class QHyer(Agent):
             if self.config.flow_defence == 0.0:
                 return log_p
             weight = self.config.flow_defence
+            if self.config.critic == "contrastive":  # a ratio to the data's goals: mixed with these, of ratio one
+                return torch.logaddexp(log_p + math.log1p(-weight), torch.full_like(log_p, math.log(weight)))
             rest = goals.float()[..., self.rest_at]
             broad = -losses.gaussian_nll(torch.zeros_like(rest), rest) - len(self.bit_at) * math.log(2.0)
             return torch.logaddexp(log_p + math.log1p(-weight), broad + math.log(weight))
@@ -223,7 +245,8 @@ class QHyer(Agent):
         assert self.critic is not None
         relative = self.config.goal_frame == "relative"
         if "bits" not in self.critic:
-            return self.critic["flow"].log_prob(goals - here if relative else goals, context)  # type: ignore[operator]
+            density = self.critic[self.config.critic]
+            return density.log_prob(goals - here if relative else goals, context)  # type: ignore[operator]
         bits = goals[..., self.bit_at] > 0.0  # in standard units the lower of two values is negative
         if relative:
             bits = bits != (here[..., self.bit_at] > 0.0)
@@ -250,9 +273,22 @@ class QHyer(Agent):
         goals = self.goal_coordinates(batch["flow_goals"])
         noise = self.config.flow_noise * torch.randn_like(goals)
         goals = goals + (noise if len(self.bit_at) == 0 else noise.index_fill(-1, self.bit_at, 0.0))
+        if self.config.critic != "flow":
+            loss = self._rival_loss(batch["flow_observations"], batch["flow_actions"], goals)
+            return loss, {"critic/loss": loss.detach()}
         log_p = self.log_density(batch["flow_observations"], batch["flow_actions"], goals)  # (M,)
         loss = -log_p.mean()
         return loss, {"critic/nll": loss.detach(), "critic/log_p_std": log_p.detach().std(correction=0)}
+
+    def _rival_loss(self, observations: Tensor, actions: Tensor, goals: Tensor) -> Tensor:
+        """Ablation: what the critic that is not a flow minimises, a bound of Eq. (5) or a classifier's error."""
+        assert self.critic is not None
+        state = self.normalize(observations)
+        context = self.critic["encoder"](state, actions)
+        if self.config.goal_frame == "relative":
+            goals = goals - state[..., self.goal_indices]
+        with torch.autocast(observations.device.type, enabled=False):
+            return self.critic[self.config.critic].loss(goals.float(), context.float())  # type: ignore[operator]
 
     @torch.no_grad()
     def q_values(self, batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qhyer.nn.densities import DensityEstimator, Following, HistogramMarginal
+from qhyer.nn.densities import DensityEstimator, Following, GivenContext, HistogramMarginal
 from qhyer.nn.mlp import MLP
 
 
@@ -35,11 +35,13 @@ class Contrastive(DensityEstimator):
         hidden: Sequence[int] = (256, 256),
         representation: int = 64,
         marginal: HistogramMarginal | None = None,
+        goal_hidden: Sequence[int] | None = None,
+        layer_norm: bool = False,
     ) -> None:
-        """marginal: p(g); without it log_prob is the log ratio."""
+        """marginal: p(g); without it log_prob is the log ratio. goal_hidden: layers of psi; phi's if not given."""
         super().__init__()
-        self.phi = MLP(state_dim + action_dim, hidden, representation)
-        self.psi = MLP(goal_dim, hidden, representation)
+        self.phi = MLP(state_dim + action_dim, hidden, representation, layer_norm)
+        self.psi = MLP(goal_dim, hidden if goal_hidden is None else goal_hidden, representation, layer_norm)
         self.marginal = marginal
 
     def log_ratio(self, goal: Tensor, state: Tensor, action: Tensor) -> Tensor:
@@ -57,3 +59,10 @@ class Contrastive(DensityEstimator):
     def after_step(self, goal: Tensor, state: Tensor, action: Tensor) -> None:
         if self.marginal is not None:
             self.marginal.observe(goal)
+
+
+def given_context(dim: int, context_dim: int, blocks: int, channels: int) -> GivenContext:
+    """The classifier in the place of a flow of so many blocks and channels, with about as many weights: its hidden
+    layers have 2 blocks channels^2, all of them psi's here. phi is a linear map of the context."""
+    width = GivenContext.width(2 * blocks * channels**2)
+    return GivenContext(Contrastive(context_dim, 0, dim, (), context_dim, goal_hidden=(width, width), layer_norm=True))

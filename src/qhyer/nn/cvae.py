@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qhyer.nn.densities import DensityEstimator, Following
+from qhyer.nn.densities import DensityEstimator, Following, GivenContext
 from qhyer.nn.mlp import MLP
 
 LOG_2PI = math.log(2 * math.pi)
@@ -77,3 +77,10 @@ class CVAE(DensityEstimator):
         prior = (0.5 * self.noise.square() + log_std - 0.5 * z.square()).sum(-1)  # (..., L)
         log_weight = self.log_likelihood(goal, z, state, action) + prior
         return log_weight.logsumexp(-1) - math.log(samples)
+
+
+def given_context(dim: int, context_dim: int, blocks: int, channels: int, samples: int = 10) -> GivenContext:
+    """A CVAE in the place of a flow of so many blocks and channels, with about as many weights: its hidden layers have
+    2 blocks channels^2, half of them for each network here. Few samples: every step of every window asks."""
+    width = GivenContext.width(blocks * channels**2)
+    return GivenContext(CVAE(context_dim, 0, dim, (width, width), samples=samples))

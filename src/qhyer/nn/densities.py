@@ -41,6 +41,28 @@ class DensityEstimator(nn.Module):
         """What is not learned by gradient: counts, slow copies. Once after each optimiser step, with its batch."""
 
 
+class GivenContext(nn.Module):
+    """An estimator of p(g | context), asked as `flow.ConditionalRealNVP` is: the context stands in the state's place,
+    and there is no action. So another estimator reads the same encoding of (s, a) as the flow does."""
+
+    def __init__(self, estimator: DensityEstimator) -> None:
+        super().__init__()
+        self.estimator = estimator
+
+    @staticmethod
+    def width(weights: float) -> int:
+        """Of a square matrix with about so many weights; matrix units like multiples of eight."""
+        return max(8, 8 * round(math.sqrt(weights) / 8))
+
+    def log_prob(self, goal: Tensor, context: Tensor) -> Tensor:
+        """(..., d_g), (..., c) -> (...)."""
+        return self.estimator.log_prob(goal, context, context[..., :0])
+
+    def loss(self, goal: Tensor, context: Tensor) -> Tensor:
+        """Of a batch of hindsight goals (B, d_g) and contexts (B, c)."""
+        return self.estimator.loss(goal, context, context[..., :0])
+
+
 class FlowDensity(DensityEstimator):
     """Eqs. (4), (5): RealNVP given an encoding of (s, a); exact and normalised. QHyer's critic, alone."""
 
