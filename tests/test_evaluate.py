@@ -464,3 +464,29 @@ def test_a_maze2d_run_keeps_returns_and_says_its_score(tiny_config, tmp_path, ca
     assert len(rows) == 3 and f"return {mean:.1f}, score {normalised(UMAZE, mean):.1f}" in capsys.readouterr().out
     with np.load(run / "rollouts" / "00000010.npz") as rollouts:
         assert rollouts["maze_map"].shape == (5, 5) and rollouts["goals"].shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "dataset, environment",
+    [
+        ("antmaze-large-stitch-v0", "antmaze-large-v0"),
+        ("puzzle-4x4-play-v0", "puzzle-4x4-v0"),
+        ("antmaze-umaze-v2-hdf5", None),
+        ("mine", None),
+    ],
+)
+def test_names_of_ogbench_say_the_environment(dataset, environment):
+    assert envs.of_dataset(dataset) == environment
+
+
+def test_a_run_on_a_file_with_an_ogbench_name_is_evaluated_there(tiny_config, tmp_path):
+    """AntMaze has no registered dataset, and needs none: the file's name says where it belongs."""
+    rng = np.random.default_rng(0)
+    path = tmp_path / "antmaze-medium-navigate-v0.npz"
+    ends = np.arange(100) % 50 == 49
+    np.savez(path, observations=rng.normal(size=(100, 29)), actions=rng.uniform(-1, 1, (100, 8)), terminals=ends)
+    run = train("gcbc", str(path), tiny_config("gcbc"), TrainConfig(device="cpu"), run=tmp_path / "run", quiet=True)
+    assert runs.read(run)["environment"] is None
+    runs.evaluate_run(run, EvalConfig(episodes=1, tasks=(1,)), workers=0, quiet=True)
+    (row,) = read_rows(run / "episodes.csv")
+    assert row.length == 1000 and row.return_ is None

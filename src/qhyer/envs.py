@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -32,6 +33,12 @@ def make(environment: str) -> Any:
         return gymnasium.make(environment, disable_env_checker=True)
     except gymnasium.error.Error as error:
         raise UserError(f"no environment is called {environment!r}: {error}") from error
+
+
+def of_dataset(dataset: str) -> str | None:
+    """The environment of a dataset that has an OGBench name, such as antmaze-large-stitch-v0: antmaze-large-v0."""
+    found = re.fullmatch(r"([a-z0-9-]+)-(navigate|stitch|explore|play|noisy)-(v\d+)", dataset)
+    return f"{found[1]}-{found[3]}" if found else None
 
 
 def copy_of(env: Any) -> Any:

@@ -179,7 +179,7 @@ def evaluate_run(
     An earlier evaluation of the same checkpoint is replaced; a longer one only with `overwrite`.
     """
     info = read(run)
-    environment = environment or info.get("environment")
+    environment = environment or info.get("environment") or envs.of_dataset(info["dataset"])
     if environment is None:
         raise UserError(f"{run} was trained on own data; name the environment to evaluate in with --env")
     device = resolve_device(device)
