@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qhyer.nn.attention_triton import MAX_LENGTH, shared_bytes, shared_memory, short_attention
 from qhyer.nn.mamba_triton import conv_silu, gated_scan
-from qhyer.nn.seam_triton import bias_gelu, seam
+from qhyer.nn.seam_triton import bias_gelu, bias_gelu_backward, seam
 from qhyer.nn.streams import concurrently
 
 if TYPE_CHECKING:
@@ -57,6 +57,25 @@ class _Products(torch.autograd.Function):
             dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
         dweights = [_weight_gradient(grad, x) for grad in grads]
         return (dx, None, *dweights, *([None] * ctx.count))
+
+
+class _GeluProduct(torch.autograd.Function):
+    """GELU(u + bias) W^T, W given in float32 and again in u's dtype.
+
+    Backward needs GELU(u + bias) for W's gradient. Kept, it would be the widest tensor of a block; the kernel that
+    computes u's gradient has it at hand and writes it then.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, bias: Tensor, weight: Tensor, low: Tensor) -> Tensor:
+        ctx.save_for_backward(u, bias, low)
+        return bias_gelu(u, bias) @ low.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        u, bias, low = ctx.saved_tensors
+        du, dbias, h = bias_gelu_backward(u, bias, grad @ low, True)
+        return du, dbias.to(bias.dtype), _weight_gradient(grad, h), None
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -153,7 +172,7 @@ def decode(decoder: HybridDecoder, x: Tensor, dtype: torch.dtype) -> Tensor:
         norm, up, _, down, _ = (cast(Any, layer) for layer in block.mlp)
         bias = None if block.attention is None else block.attention.out.bias
         x, h, _ = join(x, first, bias, second, alpha, norm, None, seeds[i, 1])
-        h = weights.product(bias_gelu(weights.product(h, up), up.bias), down)
+        h = _GeluProduct.apply(weights.product(h, up), up.bias, *weights.of(down)[0])
         last = i + 1 == len(blocks)
         norm, gate = (decoder.norm, None) if last else (blocks[i + 1].norm, blocks[i + 1].gate)
         x, h, alpha = join(x, h, down.bias, None, None, norm, gate, seeds[i, 2])
