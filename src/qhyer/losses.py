@@ -92,3 +92,8 @@ def diagonal_nll(mean: Tensor, log_std: Tensor, target: Tensor) -> Tensor:
     """-log N(target; mean, diag exp(log_std)^2), summed over the last dimension; log_std is broadcast."""
     squares = ((target - mean) * torch.exp(-log_std)).square()
     return (0.5 * squares + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def asymmetry(u: Tensor, tau: float) -> Tensor:
+    """|tau - 1(u < 0)| / max(tau, 1 - tau): the expectile's weight, one on the side that counts more."""
+    return torch.where(u < 0, 1.0 - tau, tau) / max(tau, 1.0 - tau)

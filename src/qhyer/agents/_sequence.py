@@ -24,6 +24,7 @@ from qhyer import distributed, losses
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import require
+from qhyer.nn.plain import Critics
 from qhyer.nn.windows import WindowTokens
 
 Goal = Literal["concat", "none"]
@@ -154,6 +155,11 @@ class SequenceAgent(Agent):
     config: SequenceConfig
     ask: ReturnToGo
 
+    @property
+    def acting_context(self) -> int:
+        """Steps of history while acting."""
+        return self.config.context
+
     def states(self, observations: Tensor, goals: Tensor) -> Tensor:
         """Raw observations (B, T, d_s) and goals (B, d_s) -> what a state token is made of (B, T, d)."""
         s = self.normalize(observations)
@@ -197,7 +203,7 @@ class SequenceAgent(Agent):
             "actions": torch.cat([window.actions[:, :-1], action[:, None]], dim=1),
             "returns": window.returns,
         }
-        drop = max(0, window.returns.shape[1] - (self.config.context - 1))
+        drop = max(0, window.returns.shape[1] - (self.acting_context - 1))
         kept = {name: value[:, drop:] for name, value in after.items()}
         spent = self.ask.spent(observation[:, self.goal_indices], goal[:, self.goal_indices])
         return kept | {"next_return": window.returns[:, -1] - spent, "time": window.times[:, -1] + 1}
@@ -240,4 +246,25 @@ class ReturnConditioned(SequenceAgent):
         """Asks for the target return, less what was collected on the way."""
         window = self.recall(observation, goal, memory)
         action = self.predict(*window)[:, -1].clamp(-1.0, 1.0)
+        return action, self.remember(window, observation, goal, action, memory)
+
+
+class ChoosesByValue(ReturnConditioned):
+    """Return-conditioned, with twin critics: of the actions for several target returns, the one they like best."""
+
+    target_critic: Critics
+
+    @torch.no_grad()
+    def choose(
+        self, observation: Tensor, goal: Tensor, memory: Memory | None, candidates: int
+    ) -> tuple[Tensor, Memory | None]:
+        """Targets at equal steps down from the greatest; each has its own returns, all the way back."""
+        window = self.recall(observation, goal, memory)
+        n, width = len(observation), self.spec.action_dim
+        less = self.ask.target() * torch.arange(candidates, device=observation.device) / candidates  # (C,)
+        tried = [self.predict(*window._replace(returns=window.returns - off))[:, -1] for off in less.unbind()]
+        actions = torch.stack(tried, dim=1).clamp(-1.0, 1.0)  # (n, C, d_a)
+        here = window.states[:, -1:].expand(-1, candidates, -1)
+        liked = self.target_critic(here, actions).amin(0).argmax(-1)  # (n,)
+        action = actions.gather(1, liked[:, None, None].expand(n, 1, width)).squeeze(1)
         return action, self.remember(window, observation, goal, action, memory)

@@ -299,7 +299,11 @@ class RewardsOf:
 
     def at(self, rows: Tensor, goal_rows: Tensor) -> Tensor:
         """Rewards of rows, of their shape."""
-        return self._worth(self.reached(rows, goal_rows) if self.stored is None else self.stored[rows])
+        return self._worth(self.paid(rows, goal_rows))
+
+    def paid(self, rows: Tensor, goal_rows: Tensor) -> Tensor:
+        """The same before scale and shift: the dataset's, or 1 at a goal."""
+        return self.reached(rows, goal_rows) if self.stored is None else self.stored[rows]
 
     def to_go(self, rows: Tensor, goal_rows: Tensor) -> Tensor:
         """Sums of the rewards from these rows (B,) to the ends of their episodes, those of both included."""
@@ -362,6 +366,7 @@ class ReturnWindowSampler:
             "goals": data.observations[goal_rows],  # (B, d_s)
             "valid": valid,  # (B, K)
             "rewards": rewards,  # (B, K)
+            "reached": (self.rewards.paid(rows, goal_rows[:, None].expand_as(rows)) > 0).float(),  # (B, K)
             "returns": returns,  # (B, K)
             "times": rows - self.rewards.start_of[rows],  # (B, K) steps since the episode began
         }
@@ -403,7 +408,7 @@ class RewardSampler:
         data, generator = self.episodes, self.generator
         rows = data.transitions[goals.random_index(generator, (batch_size,), data.num_transitions)]  # (B,)
         goal_rows = self.config.goal.draw(generator, data, rows)
-        reached = self.rewards.reached(rows, goal_rows) if self.rewards.stored is None else self.rewards.stored[rows]
+        reached = self.rewards.paid(rows, goal_rows)
         batch = {
             "rows": rows,
             "goal_rows": goal_rows,

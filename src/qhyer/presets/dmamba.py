@@ -7,7 +7,7 @@ CODE = "Toshihiro-Ota/decision-mamba, gym"
 PRESETS = {
     "paper": [
         Rule("*", f"{CODE}: the defaults of DMambaConfig"),
-        Rule("*-v0", "ours, for data without rewards: goals beside states, rewards in hindsight", dict(goal="concat")),
+        Rule("*", "ours, for data without rewards: goals beside states, rewards in hindsight", dict(goal="concat")),
         Rule("pointmaze-*", "ours: the radius within which OGBench counts a point maze as solved", dict(tolerance=1.0)),
         Rule(
             "antmaze-*-v2",
