@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import numpy as np
 import torch
 
 from qhyer import runs
-from qhyer.agent import Agent
-from qhyer.data import registry
+from qhyer.agent import Agent, Batch
+from qhyer.data import goals, registry
 from qhyer.data.episodes import Episodes
 from qhyer.errors import UserError
 from qhyer.rng import stream_seed
@@ -83,3 +84,28 @@ def spearman(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     scale = np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(scale > 0, (x * y).sum(-1) / scale, np.nan)
+
+
+@dataclass(frozen=True)
+class FlowSamplerConfig:
+    """What the flow alone learns from: transitions, uniform over the data, with goals geometrically far, Eq. (1)."""
+
+    discount: float
+
+    def build(self, episodes: Episodes, generator: torch.Generator) -> FlowSampler:
+        return FlowSampler(self.discount, episodes, generator)
+
+
+class FlowSampler:
+    def __init__(self, discount: float, episodes: Episodes, generator: torch.Generator) -> None:
+        self.discount, self.episodes, self.generator = discount, episodes, generator
+
+    def sample(self, batch_size: int) -> Batch:
+        data = self.episodes
+        rows = data.transitions[goals.random_index(self.generator, (batch_size,), data.num_transitions)]  # (B,)
+        ahead = goals.geometric_future(self.generator, data, rows, self.discount)
+        return {
+            "flow_observations": data.observations[rows],  # (B, d_s)
+            "flow_actions": data.actions[rows],  # (B, d_a)
+            "flow_goals": data.observations[ahead],  # (B, d_s)
+        }
