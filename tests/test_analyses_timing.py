@@ -1,0 +1,106 @@
+"""The table of times: which datasets, one half trained at a time, products counted by hand, the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qhyer import presets, runs
+from qhyer.analyses import timing
+from qhyer.bench import common
+from qhyer.bench.train import launch
+from qhyer.data import registry
+from qhyer.data.episodes import Episodes
+from qhyer.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def episodes() -> Episodes:
+    rng = np.random.default_rng(0)
+    ends = np.arange(1, 6) * 31 - 1
+    return Episodes.from_arrays(
+        rng.normal(size=(155, 6)), rng.uniform(-1, 1, (155, 3)), ends, goal=(0, 1), name="made-up"
+    )
+
+
+@pytest.fixture
+def agent(episodes: Episodes) -> Any:
+    config, _ = presets.resolve("qhyer", "demo", "cube-single-play-v0")
+    return runs.build_agent("qhyer", config, episodes.spec(), 0)
+
+
+def test_the_paper_s_table_is_whole() -> None:
+    assert len(timing.PAPER) == 18 and all(name in registry.DATASETS for name in timing.PAPER)
+    means = np.mean(list(timing.PAPER.values()), axis=0)
+    assert (np.abs(means - timing.AVERAGE) < [0.006, 0.006, 6e-4, 6e-4, 0.06]).all(), means
+
+
+def test_which_datasets() -> None:
+    assert [dataset.name for dataset in timing.chosen((), "cpu")] == ["cube-single-play-v0"]
+    assert len(timing.chosen((), "cuda")) == len(timing.chosen(("all",), "cpu")) == 18
+    assert [dataset.name for dataset in timing.chosen(("scene-play", "scene-play"), "cpu")] == ["scene-play-v0"]
+    with pytest.raises(UserError, match="not in the paper's table"):
+        timing.chosen(("pointmaze-medium-navigate",), "cpu")
+
+
+def test_each_half_trains_alone(agent: Any, episodes: Episodes) -> None:
+    for name, stage in timing.stages(agent, 8).items():
+        before = {key: value.clone() for key, value in agent.named_parameters()}
+        launch([timing.Part(agent, stage, episodes, "fp32", graph=True)], 2)
+        moved = {key for key, value in agent.named_parameters() if not torch.equal(value, before[key])}
+        assert moved, name
+        assert {key.startswith("critic.") for key in moved} == {name == "flow_train"}
+
+
+def test_products_are_counted_for_the_whole_batch() -> None:
+    x, w = torch.ones(timing.COUNTED, 5), torch.ones(5, 7)
+    assert timing.count(lambda: x @ w, 256) == 2 * 256 * 5 * 7
+
+
+def test_measure(agent: Any, episodes: Episodes) -> None:
+    found = timing.measure(agent, episodes, 8, "fp32", 0.01, graph=True)
+    assert all(found[name] > 0 and found[f"{name}_gflop"] > 0 for name in timing.COLUMNS)
+    assert set(found["paths"].values()) == {"eager"}
+    assert found["nf_percent"] == pytest.approx(
+        100 * found["flow_train"] / (found["flow_train"] + found["actor_train"])
+    )
+    # Backward passes cost about twice the forward one: training the flow, three times asking it.
+    assert 2.0 < found["flow_train_gflop"] / found["infer_q_gflop"] <= 3.01
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def made_up(dataset: registry.Dataset, count: int, device: torch.device) -> Episodes:
+        rng = np.random.default_rng(0)
+        return Episodes.from_arrays(
+            rng.normal(size=(60, 20)), rng.uniform(-1, 1, (60, 5)), np.array([59]), goal=(17, 18, 19), name=dataset.name
+        )
+
+    monkeypatch.setattr(common, "made_up_episodes", made_up)  # no simulator
+    options: dict[str, Any] = dict(device="cpu", preset="demo", batch=4, seconds=0.01, out=tmp_path, quiet=True)
+    path = timing.run(datasets=("cube-single-play", "scene-noisy"), **options)
+    result = json.loads(path.read_text())
+    assert [row["dataset"] for row in result["rows"]] == ["cube-single-play-v0", "scene-noisy-v0"]
+    said = capsys.readouterr().out
+    assert "2.42" in said and "mean" in said and "RTX 3090" in said
+    assert all(path.with_suffix(f".{kind}").stat().st_size > 500 for kind in ("csv", "png", "svg"))
+    with pytest.raises(UserError, match="other settings"):
+        timing.run(datasets=("cube-single-play",), **options)
+    with pytest.raises(UserError, match="must be positive"):
+        timing.run(batch=0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path) -> None:
+    path = timing.run(datasets=("cube-single-play",), device="cuda", seconds=0.2, out=tmp_path, quiet=True)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert set(row["paths"].values()) == {"captured"}
