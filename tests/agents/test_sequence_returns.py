@@ -123,6 +123,9 @@ def test_the_return_asked_for():
     here, there = torch.tensor([[0.0, 0.0], [0.3, 0.4], [1.0, 0.0]]), torch.zeros(3, 2)
     torch.testing.assert_close(ask.spent(here, there), torch.tensor([0.1, 0.1, 0.0]))
     assert ReturnToGo(10.0, None, 0.0).spent(here, there).tolist() == [0, 0, 0]
+    torch.testing.assert_close(
+        ReturnToGo(10.0, None, 0.5, 4.0, -2.0).spent(here, there), torch.tensor([0.2, 0.2, -0.2])
+    )
 
 
 def test_acting_takes_rewards_off_the_return(tiny_agent, point_world):

@@ -115,9 +115,13 @@ class Window(NamedTuple):
 class ReturnToGo(nn.Module):
     """The scale of returns, the one to ask for when acting, and what a step takes off it."""
 
-    def __init__(self, scale: float, target: float | None, tolerance: float) -> None:
+    def __init__(
+        self, scale: float, target: float | None, tolerance: float, reward_scale: float = 1.0, reward_shift: float = 0.0
+    ) -> None:
+        """reward_scale, reward_shift: what the data's rewards were multiplied by and shifted, so acting's are, too."""
         super().__init__()
         self.scale, self.asked, self.tolerance = scale, target, tolerance
+        self.reward_scale, self.reward_shift = reward_scale, reward_shift
         self.register_buffer("greatest", torch.zeros(()))
         self.register_buffer("updates", torch.zeros(()))
         self.latest = torch.zeros(())
@@ -147,8 +151,8 @@ class ReturnToGo(nn.Module):
 
     def spent(self, here: Tensor, there: Tensor) -> Tensor:
         """The scaled reward of being `here` with the goal `there`, (n, d_g) each: (n,)."""
-        far = (here - there).square().sum(-1)
-        return (far <= self.tolerance**2).float() * (float(self.tolerance > 0.0) / self.scale)
+        near = ((here - there).square().sum(-1) <= self.tolerance**2).float() * float(self.tolerance > 0.0)
+        return (self.reward_scale * near + self.reward_shift) / self.scale
 
 
 class SequenceAgent(Agent):
@@ -261,7 +265,7 @@ class ChoosesByValue(ReturnConditioned):
         """Targets at equal steps down from the greatest; each has its own returns, all the way back."""
         window = self.recall(observation, goal, memory)
         n, width = len(observation), self.spec.action_dim
-        less = self.ask.target() * torch.arange(candidates, device=observation.device) / candidates  # (C,)
+        less = self.ask.target().abs() * torch.arange(candidates, device=observation.device) / candidates  # (C,)
         tried = [self.predict(*window._replace(returns=window.returns - off))[:, -1] for off in less.unbind()]
         actions = torch.stack(tried, dim=1).clamp(-1.0, 1.0)  # (n, C, d_a)
         here = window.states[:, -1:].expand(-1, candidates, -1)

@@ -84,7 +84,8 @@ class QT(ChoosesByValue):
     def __init__(self, config: QTConfig, spec: DataSpec) -> None:
         super().__init__(config, spec)
         d, state = config.width, state_width(spec, config.goal)
-        self.ask = ReturnToGo(config.return_scale, config.target_return, config.tolerance)
+        rewards = (config.reward_scale, config.reward_shift)
+        self.ask = ReturnToGo(config.return_scale, config.target_return, config.tolerance, *rewards)
         inputs = {"return": 1, "state": state, "action": spec.action_dim}
         self.tokens = WindowTokens(inputs, d, config.horizon, config.dropout)
         self.trunk = gpt(d, config.layers, config.heads, config.dropout, nn.ReLU)

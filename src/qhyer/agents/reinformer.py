@@ -62,7 +62,8 @@ class Reinformer(SequenceAgent):
     def __init__(self, config: ReinformerConfig, spec: DataSpec) -> None:
         super().__init__(config, spec)
         d = config.width
-        self.ask = ReturnToGo(config.return_scale, config.target_return, config.tolerance)
+        rewards = (config.reward_scale, config.reward_shift)
+        self.ask = ReturnToGo(config.return_scale, config.target_return, config.tolerance, *rewards)
         # The return comes after the state, which predicts it, and before the action, which it conditions.
         inputs = {"state": state_width(spec, config.goal), "return": 1, "action": spec.action_dim}
         self.tokens = WindowTokens(inputs, d, config.horizon)

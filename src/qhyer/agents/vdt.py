@@ -76,7 +76,9 @@ class VDT(ChoosesByValue):
     def __init__(self, config: VDTConfig, spec: DataSpec) -> None:
         super().__init__(config, spec)
         d, state = config.width, state_width(spec, config.goal)
-        self.ask = ReturnToGo(config.return_scale, config.target_return, config.tolerance)
+        self.ask = ReturnToGo(
+            config.return_scale, config.target_return, config.tolerance, reward_shift=config.reward_shift
+        )
         inputs = {"return": 1, "state": state, "action": spec.action_dim}
         self.tokens = WindowTokens(inputs, d, config.horizon, config.dropout)
         self.trunk = gpt(d, config.layers, config.heads, config.dropout, nn.ReLU)
