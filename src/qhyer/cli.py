@@ -30,10 +30,11 @@ COMMANDS = {
     "export": "RUN: write its policy as a small model to pass on",
     "show": "RUN | MODEL: one episode as an animation and a strip of pictures",
     "sweep": "MANIFEST: train and evaluate many: agents × datasets × seeds, here or on a Ray cluster",
+    "ablate": "NAME: one ablation of QHyer, its variants at equal updates; without NAME, what there is",
     "report": "RUN...: one page with tables and figures",
     "analyze": "NAME [RUN...]: answer one question, about runs or on its own",
     "bench": "all | train | scan | infer | eval | data: how fast it is here",
-    "list": "agents | datasets | presets | analyses | models: what there is",
+    "list": "agents | datasets | presets | ablations | analyses | models: what there is",
     "doctor": "what works on this machine, and what to do about what does not",
 }
 
@@ -88,6 +89,7 @@ def _dispatch(args: list[str]) -> int | None:
         "export": _export,
         "show": _show,
         "sweep": _sweep,
+        "ablate": _ablate,
         "report": _report,
         "analyze": _analyze,
         "bench": _bench,
@@ -351,6 +353,12 @@ def _sweep(args: list[str]) -> int | None:
     return tyro.cli(sweep, args=args, prog="qhyer sweep")
 
 
+def _ablate(args: list[str]) -> int | None:
+    from qhyer.ablate import ablate
+
+    return tyro.cli(ablate, args=args, prog="qhyer ablate")
+
+
 def _report(args: list[str]) -> int | None:
     from qhyer.report import commands
 
@@ -395,7 +403,9 @@ def _demo(args: list[str]) -> int | None:
 
 
 def _list(args: list[str]) -> int | None:
-    def show(what: tyro.conf.Positional[Literal["agents", "datasets", "presets", "analyses", "models"]]) -> int:
+    def show(
+        what: tyro.conf.Positional[Literal["agents", "datasets", "presets", "ablations", "analyses", "models"]],
+    ) -> int:
         """Print what there is."""
         from rich.console import Console
         from rich.table import Table
@@ -423,6 +433,13 @@ def _list(args: list[str]) -> int | None:
                     for rule in rules:
                         differs = ", ".join(f"{k} {v}" for k, v in rule.overrides.items())
                         table.add_row(name, preset, rule.pattern, differs, rule.source)
+        elif what == "ablations":
+            from qhyer.ablate import ablations
+
+            table.add_column("ablation")
+            table.add_column("the question it answers")
+            for name, ablation in ablations().items():
+                table.add_row(name, ablation.question)
         else:
             from qhyer import analyses
 

@@ -25,7 +25,8 @@
     [grid.eval]                                  # fields of EvalConfig, device; or eval = false: train only
     episodes = 50
 
-Outside a grid, the same keys hold for every grid that does not say otherwise. A key that is not known, a value of the
+Outside a grid, the same keys hold for every grid that does not say otherwise. A table [ablation] is for `qhyer ablate`
+(ablate.py), which has manifests of its own, and says nothing about the runs. A key that is not known, a value of the
 wrong kind and two grids that disagree about one run are errors that name the place; nothing is started.
 """
 
@@ -95,22 +96,33 @@ class Cell:
 
 def read(path: Path) -> list[Cell]:
     """The runs that a manifest asks for, each once."""
+    return cells(load(path), str(path))
+
+
+def load(path: Path) -> dict[str, Any]:
+    """What a manifest says, as it is written."""
     path = Path(path)
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no manifest at {path}; docs/examples/sweep.toml is one to start from") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{path} cannot be read as TOML: {error}") from None
+
+
+def cells(values: Mapping[str, Any], path: str) -> list[Cell]:
+    """The runs that these values ask for, each once; errors begin with `path`."""
+    values = dict(values)
+    values.pop("ablation", None)
     out = Path(_text(values.pop("out", "runs"), f"{path}: out"))
     grids = values.pop("grid", None)
     if grids is None:
-        grids, places = [{}], [f"{path}"]
+        grids, places = [{}], [path]
     else:
         if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
             raise UserError(f"{path}: grid: write each grid as a table [[grid]]")
         places = [f"{path}: grid {number}" for number in range(1, len(grids) + 1)]
-    _known(values, (*KEYS, "out", "grid"), f"{path}")
+    _known(values, (*KEYS, "out", "grid"), path)
     found: dict[str, tuple[Cell, str]] = {}
     for grid, place in zip(grids, places):
         _known(grid, KEYS, place)

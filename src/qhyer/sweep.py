@@ -67,8 +67,36 @@ def sweep(
     """
     from qhyer.manifest import read
 
+    return run_cells(
+        read(manifest),
+        dry_run=dry_run,
+        only=only,
+        workers=workers,
+        launcher=launcher,
+        address=address,
+        cpus=cpus,
+        gpus=gpus,
+        shared=shared,
+        retries=retries,
+    )
+
+
+def run_cells(
+    cells: list[Cell],
+    *,
+    dry_run: bool = False,
+    only: Sequence[str] = (),
+    workers: int | None = None,
+    launcher: Launcher = "local",
+    address: str | None = None,
+    cpus: float = 1.0,
+    gpus: float = 0.0,
+    shared: bool = False,
+    retries: int = 3,
+) -> int:
+    """Does what of these runs is not done, and says so; 0 if all went well. The options are those of `sweep`."""
     console = Console(highlight=False)
-    cells = _matching(read(manifest), only)
+    cells = _matching(cells, only)
     before = [status(cell) for cell in cells]
     console.print(_table(cells, before))
     todo = [cell for cell, at in zip(cells, before) if not at.finished]

@@ -1,0 +1,383 @@
+"""Named ablations: one question each, its variants trained for the same number of updates, and a table of the answer.
+
+`ablations/NAME.toml` is a manifest (manifest.py) with a table [ablation] that says what is asked:
+
+    [ablation]
+    place = 1                            # in the list
+    question = "..."
+    paper = "..."                        # what the paper found, in a sentence
+    source = "..."                       # and where
+    full = "flow"                        # the variant that is the paper's QHyer: its published scores go beside it
+    [ablation.numbers.cube-single-play-v0]
+    attention = [74, 1]                  # what the paper prints for other variants: mean, standard deviation
+
+A run is that of a sweep. The variant that changes nothing is the same run in all ablations, and is made once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import textwrap
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from qhyer.errors import UserError
+from qhyer.launch import Launcher
+
+if TYPE_CHECKING:
+    from qhyer.manifest import Cell
+
+NOT_RUN = "not run"
+NOTE = (
+    "Success in percent at the last update, ± the standard deviation over seeds; the interval of 95 % is that of "
+    "docs/protocol.md. Paper: as printed there (a million updates of 1024 on OGBench). All variants have had the same "
+    "number of updates."
+)
+
+
+@dataclass(frozen=True)
+class Ablation:
+    name: str
+    question: str
+    paper: str
+    source: str
+    full: str = ""
+    numbers: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+    place: int = 0
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """the manifest"""
+
+    def published(self, dataset: str, variant: str) -> tuple[float, float]:
+        """The paper's mean and standard deviation in percent; NaN where it prints none."""
+        from qhyer.report.published import QHYER, canonical, for_dataset
+
+        if (printed := self.numbers.get(dataset, {}).get(variant)) is not None:
+            mean, std = printed
+            return float(mean), float(std)
+        for entry in for_dataset(dataset) if variant == self.full else ():
+            if canonical(entry.agent) == "qhyer" and entry.source == QHYER:
+                return entry.mean, math.nan if entry.std is None else entry.std
+        return math.nan, math.nan
+
+
+@cache
+def ablations() -> dict[str, Ablation]:
+    """All there are, in the order of their places."""
+    found = []
+    for file in resources.files("qhyer").joinpath("ablations").iterdir():
+        if file.name.endswith(".toml"):
+            values = tomllib.loads(file.read_text(encoding="utf-8"))
+            found.append(Ablation(file.name.removesuffix(".toml"), **values["ablation"], values=values))
+    return {ablation.name: ablation for ablation in sorted(found, key=lambda ablation: ablation.place)}
+
+
+def get(name: str) -> Ablation:
+    """The ablation of this name, or an error that suggests the nearest one."""
+    name = name.replace("_", "-")
+    if name not in ablations():
+        near = difflib.get_close_matches(name, ablations(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"no ablation is called {name!r}{hint} (there are: {', '.join(ablations())})")
+    return ablations()[name]
+
+
+def variant_names(ablation: Ablation) -> list[str]:
+    """As its tables and figures call them."""
+    from qhyer import manifest
+
+    return list(dict.fromkeys(cell.variant for cell in manifest.cells(ablation.values, ablation.name)))
+
+
+def ablate(
+    name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[NAME]")] = None,
+    *,
+    dataset: tuple[str, ...] = (),
+    preset: str | None = None,
+    seeds: tuple[int, ...] = (),
+    steps: int | None = None,
+    override: tuple[str, ...] = (),
+    episodes: int | None = None,
+    tasks: tuple[int, ...] = (),
+    device: str | None = None,
+    precision: Literal["fp32", "bf16"] | None = None,
+    out: Path = Path("runs/ablations"),
+    dry_run: bool = False,
+    only: tuple[str, ...] = (),
+    workers: int | None = None,
+    launcher: Launcher = "local",
+    address: str | None = None,
+    cpus: float = 1.0,
+    gpus: float = 0.0,
+    shared: bool = False,
+    retries: int = 3,
+) -> int:
+    """Run a named ablation: its variants × seeds, and a table and a figure of them. Without a name: what there is.
+
+    Run it again to go on after a stop, or to make the table of finished runs again. Without options it asks for a GPU:
+    cube-single-play with the preset fast. On a CPU: --dataset pointmaze-medium-stitch --preset demo.
+
+    Args:
+        name: an ablation; `qhyer ablate` alone lists them
+        dataset: one dataset or more; cube-single-play if not given
+        preset: QHyer's, which all variants start from; fast if not given
+        seeds: 0 1 2 3 if not given
+        steps: updates of every variant; the preset's if not given
+        override: fields of QHyer's configuration for every variant, as FIELD=VALUE
+        episodes: evaluation episodes for each task; 50 if not given
+        tasks: evaluate on these alone; on all if not given
+        device: where to train and to act: cpu, cuda, or auto (if not given)
+        precision: of the training; fp32 if not given
+        out: the folder of the runs; the table goes to OUT/NAME-DATASET-PRESET.csv, .md, .png and .svg
+        dry_run: show the runs and stop
+        only: only runs whose name has one of these in it, such as s0- or mamba
+        workers: runs at a time; 1 if not given (ray: as many as the cluster has room for)
+        launcher: local, or ray: on a Ray cluster, with the same results
+        address: the Ray cluster's; $RAY_ADDRESS, or the one running here, if not given
+        cpus: ray: cores that a run asks for
+        gpus: ray: GPUs that a run asks for; 0.5 lets two share one
+        shared: ray: every node sees the output folder under the same path; runs are written there directly
+        retries: how often a run is tried again after its worker was lost
+    """
+    if name is None:
+        print(overview())
+        return 0
+    from qhyer.sweep import run_cells
+
+    asked = get(name)
+    changes: dict[str, Any] = {key: list(given) for key, given in (("datasets", dataset), ("seeds", seeds)) if given}
+    changes |= {"out": str(out)} | ({"preset": preset} if preset else {})
+    fields = dict(map(_field, override)) | ({} if steps is None else {"steps": steps})
+    protocol = {"episodes": episodes, "tasks": list(tasks) or None, "device": device}
+    how = {"device": device, "precision": precision}
+    for key, given in (("override", fields), ("eval", protocol), ("train", how)):
+        changes[key] = {**asked.values.get(key, {}), **{k: v for k, v in given.items() if v is not None}}
+    chosen = variants(asked, changes)
+    print(f"{asked.question}\n")
+    code = run_cells(
+        list({cell.folder: cell for cells in chosen.values() for cell in cells}.values()),
+        dry_run=dry_run,
+        only=only,
+        workers=workers,
+        launcher=launcher,
+        address=address,
+        cpus=cpus,
+        gpus=gpus,
+        shared=shared,
+        retries=retries,
+    )
+    if not dry_run:
+        write(asked, chosen, out)
+    return code
+
+
+def overview() -> str:
+    """What there is, each with its question, its variants and what the paper has."""
+    blocks = ["qhyer ablate NAME runs one; --help lists the options.\n"]
+    for ablation in ablations().values():
+        numbers = [
+            f"{dataset.removesuffix('-v0')}: "
+            + ", ".join(f"{variant} {_paper(*ablation.published(dataset, variant))}" for variant in printed)
+            for dataset in ("cube-single-play-v0", "cube-single-noisy-v0")
+            if (printed := [v for v in variant_names(ablation) if not math.isnan(ablation.published(dataset, v)[0])])
+        ]
+        lines = [ablation.question, "variants: " + ", ".join(variant_names(ablation))]
+        lines += [f"paper: {ablation.paper} ({ablation.source})", *(f"       {text}" for text in numbers)]
+        body = [textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="    ") for line in lines]
+        blocks.append("\n".join([ablation.name, *body]) + "\n")
+    return "\n".join(blocks).rstrip()
+
+
+def _field(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise UserError(f"--override {text}: write FIELD=VALUE, such as width=64 or goal_input=coordinates")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value  # a word, without the quotes that a shell would eat
+
+
+# ------------------------------------------------------------------------------------------------------- the runs
+
+Chosen = dict[tuple[str, str], list["Cell"]]
+"""(dataset, variant) -> its runs, a seed each"""
+
+
+def variants(ablation: Ablation, changes: Mapping[str, Any]) -> Chosen:
+    """The runs, by dataset and variant. The one that is just the preset has no variant in its folder's name."""
+    from qhyer import manifest
+
+    values, place = {**ablation.values, **changes}, f"ablation {ablation.name}"
+    plain = {key: value for key, value in values.items() if key not in ("variants", "vary")}
+    base = {(cell.dataset, cell.seed): cell for cell in manifest.cells(plain, place)}
+    found: Chosen = {}
+    for cell in manifest.cells(values, place):
+        unchanged = base[cell.dataset, cell.seed]
+        same = cell.config == unchanged.config
+        found.setdefault((cell.dataset_name, cell.variant), []).append(unchanged if same else cell)
+        if (cell.config.steps, cell.config.batch_size) != (unchanged.config.steps, unchanged.config.batch_size):
+            raise UserError(f"{place}: {cell.variant} has other steps or batches than the rest: nothing to compare")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ the answer
+
+
+@dataclass(frozen=True)
+class Line:
+    """One variant on one dataset: what it scored and what the paper has; in percent."""
+
+    ablation: str
+    dataset: str
+    variant: str
+    preset: str
+    updates: int
+    batch: int
+    seeds: int
+    episodes: int
+    mean: float
+    std: float  # over seeds; NaN with one
+    low: float
+    high: float
+    interval: str  # wilson | bootstrap
+    seconds: float  # of a training, mean over seeds
+    paper: float
+    paper_std: float
+    scores: tuple[float, ...] = ()
+    """each seed's"""
+
+
+def lines(ablation: Ablation, chosen: Chosen) -> list[Line]:
+    """A line for each dataset and variant, from its finished runs alone: all have had the same number of updates."""
+    from qhyer.report.collect import read_run
+    from qhyer.report.tables import Group, run_score, success
+    from qhyer.sweep import status
+
+    found = []
+    for (dataset, variant), cells in chosen.items():
+        runs = tuple(read_run(cell.folder) for cell in cells if status(cell).finished)
+        first = cells[0]
+        rows = success(Group(dataset, first.agent, first.preset, variant, variant, runs))
+        row = rows[0] if rows else None
+        times = [run.seconds for run in runs if run.seconds is not None]
+        paper, paper_std = ablation.published(dataset, variant)
+        found.append(
+            Line(
+                ablation=ablation.name,
+                dataset=dataset,
+                variant=variant,
+                preset=first.preset,
+                updates=first.config.steps,
+                batch=first.config.batch_size,
+                seeds=row.seeds if row else 0,
+                episodes=row.episodes if row else 0,
+                mean=row.mean if row else math.nan,
+                std=row.std if row else math.nan,
+                low=row.low if row else math.nan,
+                high=row.high if row else math.nan,
+                interval=row.interval if row else "",
+                seconds=sum(times) / len(times) if times else math.nan,
+                paper=paper,
+                paper_std=paper_std,
+                scores=tuple(100 * run_score(run.last) for run in runs),
+            )
+        )
+    return found
+
+
+HEADER = ("variant", "success %", "95 % interval", "seeds", "updates × batch", "seconds", "paper")
+
+
+def _paper(mean: float, std: float) -> str:
+    from qhyer.report.tables import number
+
+    return number(mean) + ("" if math.isnan(std) else f" ± {number(std)}")
+
+
+def cells_of(line: Line) -> list[str]:
+    """A line as it is printed, under HEADER."""
+    from qhyer.report.tables import number
+
+    budget, paper = f"{line.updates:,} × {line.batch}", _paper(line.paper, line.paper_std)
+    if line.seeds == 0:
+        return [line.variant, NOT_RUN, "", "0", budget, "", paper]
+    spread = "" if math.isnan(line.std) else f" ± {number(line.std)}"
+    interval = f"{number(line.low)}–{number(line.high)}"
+    return [
+        line.variant, number(line.mean) + spread, interval, str(line.seeds), budget, number(line.seconds, 0), paper
+    ]  # fmt: skip
+
+
+def write(ablation: Ablation, chosen: Chosen, out: Path) -> list[Line]:
+    """Prints a table for each dataset, and writes it as CSV, Markdown and figures."""
+    from qhyer.analyses._output import show
+    from qhyer.report.tables import markdown, to_csv
+    from qhyer.storage import write_text
+
+    found = lines(ablation, chosen)
+    names = [item.name for item in dataclasses.fields(Line) if item.name != "scores"]
+    for dataset in dict.fromkeys(line.dataset for line in found):
+        mine = [line for line in found if line.dataset == dataset]
+        print(f"\n{ablation.name} on {dataset}, preset {mine[0].preset}")
+        show(HEADER, [cells_of(line) for line in mine])
+        if not any(line.seeds for line in mine):
+            print("no run is finished yet: the same command goes on")
+            continue
+        # Not with_suffix: a dataset's name may have a point in it.
+        stem = f"{ablation.name}-{dataset}-{mine[0].preset}"
+        body = [
+            f"### {ablation.name} on {dataset}, preset {mine[0].preset}",
+            ablation.question,
+            markdown(HEADER, [cells_of(line) for line in mine]).rstrip(),
+            textwrap.fill(f"{NOTE} The paper on this: {ablation.paper} ({ablation.source}).", 120),
+        ]
+        write_text(out / f"{stem}.csv", to_csv(names, ([getattr(line, name) for name in names] for line in mine)))
+        write_text(out / f"{stem}.md", "\n\n".join(body) + "\n")
+        draw(ablation, mine, out / stem)
+        print(f"written: {out / stem}.csv, .md, .png and .svg")
+    return found
+
+
+def draw(ablation: Ablation, mine: Sequence[Line], path: Path) -> None:
+    """A bar for each variant with its interval, a dot for each seed, and the paper's number as a diamond."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from qhyer.analyses._output import save_figure, style
+    from qhyer.report.figures import THEME
+
+    ours, ink, theirs = (THEME[name][0] for name in ("agent-1", "ink", "agent-0"))
+    diamond: dict[str, Any] = dict(color=theirs, markerfacecolor="white", markeredgewidth=1.5, markersize=6)
+    with matplotlib.rc_context(style()):
+        figure, axes = plt.subplots(figsize=(6.4, 1.0 + 0.36 * len(mine)), layout="constrained")
+        for place, line in enumerate(mine):
+            if line.seeds:
+                axes.barh(place, line.mean, height=0.62, color=ours, alpha=0.75)
+                axes.plot([line.low, line.high], [place, place], color=ink, linewidth=1.2)
+                axes.plot(line.scores, [place] * len(line.scores), ".", color=ink, markersize=4)
+            else:
+                axes.text(1, place, NOT_RUN, va="center", color=ink, alpha=0.6)
+            if not math.isnan(line.paper):
+                axes.plot([line.paper], [place], "D", **diamond, clip_on=False)
+        if not all(math.isnan(line.paper) for line in mine):
+            axes.plot([], [], "D", **diamond, label="paper")
+        axes.plot([], [], color=ink, marker=".", linewidth=1.2, label="95 % interval, seeds")
+        axes.set_yticks(range(len(mine)), [line.variant for line in mine])
+        axes.set_ylim(len(mine) - 0.5, -0.5)
+        axes.set_xlim(0, 100)
+        axes.set_xlabel("success %")
+        axes.set_title(f"{ablation.name}, {mine[0].dataset}: {mine[0].updates:,} updates, preset {mine[0].preset}")
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        save_figure(figure, Path(f"{path}.png"))
+        plt.close(figure)

@@ -1,0 +1,257 @@
+"""Named ablations: manifests that hold together, runs through the sweep, and a table that is what the rows say."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from qhyer import ablate, cli, manifest, runs, sweep
+from qhyer.data import registry
+from qhyer.data.generate import generate
+from qhyer.evaluate import EvalConfig, plan
+from qhyer.records import EpisodeRow, add_rows, read_rows
+from qhyer.report.statistics import wilson
+
+ROOT = Path(__file__).parents[1]
+DATASET = "pointmaze-medium-stitch-v0"
+VARIANTS = {
+    "q-estimator": ["none", "cvae", "contrastive", "flow"],
+    "tokenization": ["no_goal", "separate", "concat"],
+    "regression": ["mse", "quantile", "expectile"],
+    "expectile": [f"expectile={tau}" for tau in (0.5, 0.7, 0.9, 0.95, 0.99)],
+    "backbone": [f"{kind}{with_}" for with_ in ("", "-rtg") for kind in ("attention", "mamba", "hybrid")],
+    "context": [f"K={k}" for k in (1, 5, 10, 20)],
+    "flow-blocks": [f"flow_blocks={n}" for n in (2, 4, 6, 8)],
+}
+SMALL = ["batch_size=8", "width=16", "layers=1", "encoder_width=16", "flow_channels=8", "representation=4"]
+
+
+@pytest.fixture(scope="module")
+def maze(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    generate(registry.get(DATASET), out=folder, episodes=4, rows=30, workers=1, progress=False)
+    return folder
+
+
+@pytest.fixture
+def here(maze, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QHYER_DATA", str(maze))
+    return tmp_path
+
+
+def call(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(map(str, arguments)))
+    return int(ended.value.code or 0)
+
+
+def tiny(name: str, *more: object) -> int:
+    options = ["--dataset", "pointmaze-medium-stitch", "--preset", "demo", "--seeds", 0, 1, "--steps", 5]
+    options += ["--episodes", 1, "--tasks", 1, 3, "--device", "cpu", "--override", *SMALL]
+    return call("ablate", name, *options, *more)
+
+
+# ------------------------------------------------------------------------------------------------- what there is
+
+
+def test_all_are_there_and_ask_something():
+    found = ablate.ablations()
+    assert list(found) == [*VARIANTS, "beyond"]
+    for name, ablation in found.items():
+        assert ablation.question.endswith("?") and ablation.paper and ablation.source
+        names = ablate.variant_names(ablation)
+        assert names == VARIANTS.get(name, names) and len(names) >= 3
+        assert not ablation.full or ablation.full in names
+        assert all(set(printed) <= set(names) for printed in ablation.numbers.values()), name
+        assert all(dataset in registry.DATASETS for dataset in ablation.numbers)
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, "beyond"])
+@pytest.mark.parametrize(
+    "dataset, preset", [("cube-single-play", "fast"), (DATASET, "demo"), ("puzzle-3x3-noisy", "best")]
+)
+def test_variants_are_apart_and_trained_alike(name, dataset, preset):
+    """On the default's data and on a laptop's: equal updates, no two variants alike, and nothing else differs."""
+    ablation = ablate.get(name)
+    found = ablate.variants(ablation, {"datasets": [dataset], "preset": preset, "seeds": [0]})
+    cells = [cells[0] for cells in found.values()]
+    assert [variant for _, variant in found] == ablate.variant_names(ablation)
+    assert len({cell.folder for cell in cells}) == len({cell.config for cell in cells}) == len(cells)
+    assert len({(cell.config.steps, cell.config.batch_size, cell.train) for cell in cells}) == 1
+    allowed = {
+        "q-estimator": {"conditioning", "critic"},
+        "backbone": {"backbone", "conditioning"},
+        "context": {"context", "flow_batch"},
+        "flow-blocks": {"flow_blocks"},
+    }.get(name, {name})
+    changed = {
+        field.name
+        for field in dataclasses.fields(cells[0].config)
+        if len({getattr(cell.config, field.name) for cell in cells}) > 1
+    }
+    if name == "beyond":  # one option at a time
+        first = dataclasses.asdict(cells[0].config)
+        for cell in cells[1:]:
+            assert sum(first[key] != value for key, value in dataclasses.asdict(cell.config).items()) == 1
+    else:
+        assert changed == allowed
+
+
+def test_the_critic_sees_as_many_transitions_at_every_context():
+    cells = manifest.cells(ablate.get("context").values, "")
+    assert {cell.config.context * cell.config.flow_batch for cell in cells} == {5.0}  # type: ignore[attr-defined]
+
+
+def test_the_full_method_is_one_run_for_all():
+    """Every ablation of the default dataset shares the run of the unchanged preset."""
+    folders = {}
+    for name, ablation in ablate.ablations().items():
+        found = ablate.variants(ablation, {})
+        full = [variant for (_, variant), cells in found.items() if not cells[0].variant]
+        assert len(full) == 1 and full[0] in (ablation.full, "expectile=0.99", "K=20", "flow_blocks=6"), name
+        folders[name] = [cell.folder for cell in found["cube-single-play-v0", full[0]]]
+        assert ablation.published("cube-single-play-v0", full[0]) == (84.0, 4.0)
+    assert len({tuple(each) for each in folders.values()}) == 1
+    assert folders["beyond"][0].name.startswith("qhyer-fast-s0-")
+
+
+def test_numbers_of_the_paper():
+    backbone = ablate.get("backbone")
+    printed = [backbone.published("cube-single-noisy-v0", name) for name in ("attention", "mamba", "hybrid")]
+    assert printed == [(60.0, 3.0), (91.0, 3.0), (95.0, 5.0)]
+    assert math.isnan(backbone.published("cube-single-play-v0", "hybrid-rtg")[0])
+    assert math.isnan(backbone.published(DATASET, "hybrid")[0])
+    assert ablate.get("q_estimator").published("scene-play-v0", "flow") == (53.0, 2.0)
+
+
+def test_a_packaged_ablation_is_a_manifest():
+    path = Path(ablate.__file__).parent / "ablations" / "q-estimator.toml"
+    assert len(manifest.read(path)) == 16
+
+
+def test_listed(capsys):
+    assert call("ablate") == 0
+    output = capsys.readouterr().out
+    assert "variants: none, cvae, contrastive, flow" in output
+    assert "cube-single-play: attention 74 ± 1, mamba 80 ± 2, hybrid 84 ± 4" in output
+    assert call("list", "ablations") == 0
+    output = capsys.readouterr().out
+    assert all(name in output for name in ablate.ablations())
+
+
+def test_the_page_has_them_all():
+    text = (ROOT / "docs" / "ablations.md").read_text()
+    for name, ablation in ablate.ablations().items():
+        section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        assert ablation.question in section and f"qhyer ablate {name}" in section
+        assert all(f"| {variant} |" in section for variant in ablate.variant_names(ablation)), name
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["q-estimater"], "no ablation is called 'q-estimater'; did you mean q-estimator?"),
+        (["context", "--override", "width"], "--override width: write FIELD=VALUE"),
+        (["context", "--override", "widht=3"], "no field of qhyer is called 'widht'; did you mean width?"),
+        (["context", "--dataset", "cube-singel-play"], "no dataset is called 'cube-singel-play'; did you mean"),
+        (["context", "--preset", "quick"], "ablation context: preset: no preset of qhyer is called 'quick'"),
+        (["context", "--steps", "0"], "steps must be at least 1"),
+        (["q-estimator", "--override", "goal_frame=relative"], "a contrastive critic needs goal_frame absolute"),
+    ],
+)
+def test_errors(arguments, words, here, capsys):
+    assert call("ablate", *arguments) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert not Path("runs").exists()
+
+
+# ------------------------------------------------------------------------------------------------------- the answer
+
+
+WINS = {"none": (0, 0, 0, 0), "cvae": (1, 0, 1, 0), "contrastive": (1, 1, 1, 0), "": (1, 1, 1, 1)}
+"""by hand: tasks 1 and 3 of seed 0, then of seed 1; the unchanged preset's folder has no variant in its name"""
+
+
+def by_hand(run: Path, config: EvalConfig, **_: object) -> float:
+    """Rows as an evaluation would write them, with the successes above; an episode in the maze takes seconds."""
+    info = runs.read(run)
+    variant = "" if run.name.startswith("qhyer-demo-s") else run.name.removeprefix("qhyer-demo-").rpartition("-s")[0]
+    specs = [spec for shard in plan(config, info["environment"], 3) for spec in shard]
+    assert [spec.task for spec in specs] == [1, 3] == list(config.tasks or ())
+    about = (run.name, "qhyer", "demo", DATASET, info["seed"], 5)
+    rows = [
+        EpisodeRow(*about, spec.task, spec.episode, spec.seed, success, 10, 0.1)
+        for spec, success in zip(specs, WINS[variant][2 * info["seed"] :])
+    ]
+    add_rows(run / "episodes.csv", rows)
+    return 0.0
+
+
+def test_from_the_command_to_the_table(here, capsys, monkeypatch):
+    """Four variants of two seeds, five updates each; all but one evaluated by hand, and the table counted by hand."""
+    assert tiny("q-estimator", "--dry-run") == 0
+    assert "8 runs, 0 finished, 8 to do" in capsys.readouterr().out and not Path("runs").exists()
+    assert tiny("q-estimator", "--only", "cvae-s0") == 0
+    output = capsys.readouterr().out
+    assert "Which estimator of Q" in output and output.count("not run") == 3
+    (run,) = (path.parent for path in Path("runs/ablations").rglob("run.json"))
+    rows = read_rows(run / "episodes.csv")
+    assert [(row.task, row.step, row.success) for row in rows] == [(1, 5, 0), (3, 5, 0)]  # five updates reach nothing
+    by_hand(run, EvalConfig(episodes=1, tasks=(1, 3)))
+    assert [row.env_seed for row in read_rows(run / "episodes.csv")] == [row.env_seed for row in rows]
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "evaluate_run", by_hand)
+        assert tiny("q-estimator") == 0
+    assert "8 runs, 1 finished, 7 to do" in capsys.readouterr().out
+    folders = sorted(path.parent for path in Path("runs/ablations").rglob("run.json"))
+    assert len(folders) == 8 and sum(path.name.startswith("qhyer-demo-s") for path in folders) == 2
+
+    monkeypatch.setattr(sweep, "run_cell", None)  # nothing is run again
+    assert tiny("q-estimator") == 0
+    output = capsys.readouterr().out
+    assert "8 runs, 8 finished, 0 to do" in output
+    stem = Path("runs/ablations") / f"q-estimator-{DATASET}-demo"
+    with open(f"{stem}.csv", newline="") as file:
+        table = {row["variant"]: row for row in csv.DictReader(file)}
+    assert list(table) == VARIANTS["q-estimator"]
+    # Scores of the two seeds: none 0, 0; cvae 1/2, 1/2; contrastive 1, 1/2; flow 1, 1.
+    means = {name: float(row["mean"]) for name, row in table.items()}
+    assert means == {"none": 0.0, "cvae": 50.0, "contrastive": 75.0, "flow": 100.0}
+    assert float(table["contrastive"]["std"]) == pytest.approx(100 * math.sqrt(2 * 0.25**2))
+    assert {row["seeds"] for row in table.values()} == {"2"} and {row["episodes"] for row in table.values()} == {"4"}
+    assert {(row["updates"], row["batch"], row["preset"]) for row in table.values()} == {("5", "8", "demo")}
+    for name, count in (("none", 0), ("cvae", 2), ("flow", 4)):  # seeds alike on each task: Wilson's over 4 episodes
+        assert table[name]["interval"] == "wilson"
+        interval = [float(table[name][end]) / 100 for end in ("low", "high")]
+        assert interval == pytest.approx(wilson(count, 4), abs=1e-9)
+    # Contrastive: task 1 always, task 3 in one seed of two; resampled, that is 0, 1/2 or 1, and the mean 1/2, 3/4 or 1.
+    assert [float(table["contrastive"][end]) for end in ("low", "high")] == [50.0, 100.0]
+    assert table["contrastive"]["interval"] == "bootstrap" and all(row["paper"] == "" for row in table.values())
+
+    text = Path(f"{stem}.md").read_text()
+    assert "| contrastive | 75 ± 35.4 | 50–100 | 2 | 5 × 8 |" in text and "No Q < CVAE < CRL < flow" in text
+    assert "75 ± 35.4" in output and f"written: {stem}.csv" in output
+    assert Path(f"{stem}.png").read_bytes().startswith(b"\x89PNG") and "contrastive" in Path(f"{stem}.svg").read_text()
+
+
+def test_two_ablations_share_the_full_run_and_two_datasets_get_a_table_each(here, capsys, monkeypatch):
+    """What one ablation has made is finished for the next; with no run at all the table says so."""
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "evaluate_run", by_hand)
+        assert tiny("regression", "--only", "demo-s0-") == 0
+    capsys.readouterr()
+    monkeypatch.setattr(sweep, "run_cell", None)
+    assert tiny("tokenization", "--only", "demo-s0-") == 0
+    output = capsys.readouterr().out
+    assert "1 run, 1 finished, 0 to do" in output and output.count("not run") == 2
+    assert Path(f"runs/ablations/tokenization-{DATASET}-demo.csv").is_file()
+    chosen = ablate.variants(ablate.get("regression"), {"datasets": ["cube-single-play", "scene-play"], "seeds": [0]})
+    lines = ablate.write(ablate.get("regression"), chosen, Path("elsewhere"))
+    assert [(line.dataset, line.seeds) for line in lines[2:4]] == [("cube-single-play-v0", 0), ("scene-play-v0", 0)]
+    output = capsys.readouterr().out
+    assert output.count("no run is finished yet") == 2 and "84 ± 4" in output and not Path("elsewhere").exists()
