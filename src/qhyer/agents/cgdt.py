@@ -3,7 +3,8 @@
 Idea. In a random world a high return may be luck. A critic that knows the distribution of returns after a history and
 an action holds the policy to it: the action predicted for a return should be one that is expected to bring it.
 Paper. Critic-Guided Decision Transformer for Offline Reinforcement Learning, AAAI 2024.
-Code. sharkwyf/cgdt, read for its losses and sizes. The expectiles and the weight of guidance per task are not in it.
+Code. sharkwyf/cgdt at aa6933c, read for its losses and sizes. The expectiles and the weight of guidance per task are
+not in it.
 Deviations. Inferred: tau_c, tau_p and alpha; the code's defaults (0.5, 0.5 and 0) switch the method off. Critic and
 policy learn side by side, while alpha rises; the code trains the critic first. The policy is the mean alone, fitted by
 squared error (one of the code's two ways). AdamW in place of LAMB. Padding counts nowhere. The target return is not

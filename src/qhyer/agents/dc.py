@@ -3,7 +3,7 @@
 Idea. Decision Transformer with a short convolution in place of attention: two steps back is where the next action of a
 Markov process is decided, and each kind of token has its own filter.
 Paper. Decision ConvFormer: Local Filtering in MetaFormer is Sufficient for Decision Making, ICLR 2024.
-Code. beanie00/Decision-ConvFormer, read for its settings and its convolution.
+Code. beanie00/Decision-ConvFormer at 3db9b9e, read for its settings and its convolution.
 Deviations. Those of DT: windows within an episode instead of padding on the left (which the code does not mask, and
 fills differently in training and evaluation). The option without action tokens is left out.
 """

@@ -2,7 +2,8 @@
 
 Idea. Decision Transformer with a Mamba mixer in place of attention; norms, MLPs, tokens and loss stay.
 Paper. Decision Mamba: Reinforcement Learning via Sequence Modeling with Selective State Spaces, 2024.
-Code. Toshihiro-Ota/decision-mamba, read for its layer and its settings (gym and Atari; there are none for mazes).
+Code. Toshihiro-Ota/decision-mamba at 35f9944, read for its layer and its settings (gym and Atari; there are none for
+mazes).
 Deviations. Those of DT. Mamba keeps its own initialisation: the code's pass over all Linear layers resets the bias of
 the step sizes to zero, and with it every memory to a few tokens. A_log, D and that bias are not decayed. The window is
 computed anew at each step when acting, as in the code.

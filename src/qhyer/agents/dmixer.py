@@ -1,10 +1,11 @@
-"""DMixer: Decision Mixer.
+"""DMixer: Decision Mixer (Zheng et al., 2025).
 
 Idea. A long window of which every second block sees only the tokens that a router picks; the others pass it by. A
 network that sees one token at a time learns who is picked, and decides when acting.
 Paper. Decision Mixer: Integrating Long-term and Local Dependencies via Dynamic Token Selection for Decision-Making,
 ICML 2025.
-Code. ruthless-man/Decision-Mixer, incomplete as released (a package is missing), read for the router and its settings.
+Code. ruthless-man/Decision-Mixer at 6f7438d, incomplete as released (a package is missing), read for the router and its
+settings.
 Deviations. The number of tokens picked is a fixed share: in the code a network gives it, through a cast to an integer
 that no gradient passes, from the whole window, future included. The share of one half is inferred. A picked token
 becomes x + w (block(x) - x), as in mixture-of-depths, where the code multiplies the block's output by w. The guess is

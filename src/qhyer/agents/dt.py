@@ -3,10 +3,10 @@
 Idea. Read an episode as a sequence of returns to go, states and actions, and imitate the actions; asked for a high
 return, the model repeats what was done where one followed. Without values it cannot join halves of two episodes.
 Paper. Decision Transformer: Reinforcement Learning via Sequence Modeling, NeurIPS 2021.
-Code. kzl/decision-transformer (gym); mazes as in tinkoff-ai/CORL, algorithms/offline/dt.py at eeeeef2.
+Code. kzl/decision-transformer, gym at e2d82e6; mazes as in tinkoff-ai/CORL, algorithms/offline/dt.py at eeeeef2.
 Deviations. Windows lie within an episode and are shorter at its start, where the code pads on the left; the heads that
-predict states and returns are left out, since the code does not train them; biases and norms are not decayed.
-Rewards of goals in hindsight and a goal beside the state are options for data without rewards.
+predict states and returns are left out, since the code does not train them; biases and norms are not decayed. Rewards
+of goals in hindsight and a goal beside the state are options for data without rewards.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Idea. A long history ties the model to the episode it is in; a short one lets it change to a better one. At each step
 compare histories of several lengths by the best return they promise, and act on the best of them.
 Paper. Elastic Decision Transformer, NeurIPS 2023.
-Code. kristery/Elastic-DT, read for its tokens, losses, search and gym settings; it has none for mazes.
+Code. kristery/Elastic-DT at 8517ef6, read for its tokens, losses, search and gym settings; it has none for mazes.
 Deviations. Returns are counted in bins between 0 and the greatest of the data (a running mean), where the code has the
 bounds of D4RL's scores. The return of a history is the likeliest bin after leaning to the high ones; the code draws it.
 Encoding and decoding of bins agree here (the code divides by B - 1 and by B). Windows and padding as DT's.

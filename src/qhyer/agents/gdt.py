@@ -3,8 +3,8 @@
 Idea. A step is a small graph: the state and the return cause the action, and all of a step causes the next. Attention
 that is told which pairs of tokens are such edges need not learn it.
 Paper. Graph Decision Transformer, 2023.
-Code. None of the authors' that we found; edges, block and head as re-implemented in AndssY/TrojanTO. What this file
-knows of the block is second-hand (inferred from that code), and no maze settings are known.
+Code. None of the authors' that we found; edges, block and head as re-implemented in AndssY/TrojanTO at 8c1802d. What
+this file knows of the block is second-hand (inferred from that code), and no maze settings are known.
 Deviations. Scores are divided by sqrt(d_h), where the re-implementation takes the root twice and so divides by its
 square. Embeddings of edges are given per layer, without a shared table before them: the same family. The norm on tokens
 is applied. GDT-plus (a second transformer over state and fused token) is left out. Otherwise as DT.

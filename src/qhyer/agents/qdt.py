@@ -4,8 +4,8 @@ Idea. A return says what happened, not what could have. Where a conservative val
 put it in its place, and train Decision Transformer on the corrected returns: they stitch.
 Paper. Q-learning Decision Transformer: Leveraging Dynamic Programming for Conditional Sequence Modelling in Offline RL,
 ICML 2023.
-Code. takuyamagata/qdt_simple (toy problems). Its D4RL settings were not to be had: critic sizes and penalty are CORL's
-for CQL, the model's are DT's.
+Code. takuyamagata/qdt_simple at 5d2f757 (a toy problem). Its D4RL settings were not to be had: critic sizes and penalty
+are CORL's for CQL, the model's are DT's.
 Deviations. Inferred: V(s) is Q at the policy's mode, in place of the toy's maximum over actions. Value and model learn
 side by side, each window relabelled as it is drawn; the paper trains the value first. Since a goal in hindsight has a
 return of its own, the backward sweep starts `sweep` steps after the window, from the logged return there, instead of at

@@ -3,10 +3,11 @@
 Idea. Decision Transformer imitates; add a critic learned by n-step backups along the window, and let the predicted
 actions climb it. When acting, ask for several returns and take the action the critic likes best.
 Paper. Q-value Regularized Transformer for Offline Reinforcement Learning, ICML 2024.
-Code. charleshsc/QT, read for its losses, its choice of actions and its settings.
+Code. charleshsc/QT at cb9e1a4, read for its losses, its choice of actions and its settings.
 Deviations. The slow copy of the actor moves a little at every update (the code: every fifth, after the first thousand).
 The candidates' targets are evenly spaced, without noise, and the best is taken, where the code has a list per task,
-noise, one more candidate that asks for Q itself, and draws. The learning rate is constant. Windows as DT's.
+noise, one more candidate that asks for Q itself, and draws. The learning rate falls by the update, not by the epoch.
+The best checkpoint is not picked by test return. Windows as DT's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from qhyer import distributed, losses
 from qhyer.agent import Batch, Memory, Metrics, Stage
-from qhyer.agents._sequence import ChoosesByValue, ReturnToGo, SequenceConfig, heads_fit, state_width, warm_up
+from qhyer.agents._sequence import ChoosesByValue, ReturnToGo, SequenceConfig, heads_fit, state_width, warm_up_cosine
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import ReturnWindowSamplerConfig, Rewards
 from qhyer.errors import require
@@ -31,6 +32,7 @@ from qhyer.nn.windows import WindowTokens
 
 @dataclass(frozen=True)
 class QTConfig(SequenceConfig):
+    steps: int = 500_000
     batch_size: int = 256
     learning_rate: float = 3e-4
     width: int = 256
@@ -164,7 +166,7 @@ class QT(ChoosesByValue):
                 self.loss,
                 self.optimizers,
                 grad_clip=config.grad_clip,
-                schedule=warm_up(config.warmup),
+                schedule=warm_up_cosine(config.warmup, config.steps),
                 after_step=self.ask.after_step,
             ),
         )

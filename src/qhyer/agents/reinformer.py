@@ -3,7 +3,7 @@
 Idea. Nobody knows which return to ask for. Predict it: an upper expectile of the returns that the data have from this
 state and history, the greatest that is in distribution; then act as where it came true.
 Paper. Reinformer: Max-Return Sequence Modeling for Offline RL, ICML 2024.
-Code. Dragon-Zhuang/Reinformer, read for its tokens, losses and settings.
+Code. Dragon-Zhuang/Reinformer at 61eaed9, read for its tokens, losses and settings.
 Deviations. AdamW in place of LAMB. Windows are drawn uniformly over their starts, where the code takes one per episode
 and so lets one-step episodes swamp a batch. Means over padding are left out of the return's scale and the entropy. The
 paper's K and expectile per task were not to be had: the code's defaults stand. The temperature is a parameter, and so

@@ -3,7 +3,7 @@
 Idea. No memory and no values: a large MLP imitates the action, given the state and what came of it, which is the goal
 (RvS-G) or the mean reward per step still to come (RvS-R).
 Paper. RvS: What is Essential for Offline RL via Supervised Learning?, ICLR 2022.
-Code. scottemmons/rvs, read for its settings and its draws of goals.
+Code. scottemmons/rvs at 90c0ffb, read for its settings and its draws of goals.
 Deviations. A goal lies ahead of a state drawn uniformly; the code draws pairs of times and calls the earlier one the
 state, which favours early states. The gains of the orthogonal initial weights (sqrt 2, and 0.01 for the mean) are those
 of the policy class it builds on, from memory. No part of the data is held out. The mean reward asked for is constant

@@ -4,12 +4,13 @@ Idea. Values learned as IQL learns them say which of the data's actions to imita
 and choose, when acting, between what several target returns suggest.
 Paper. Value-Guided Decision Transformer: A Unified Reinforcement Learning Framework for Online and Offline Settings,
 NeurIPS 2025.
-Code. ruthless-man/VDT, read for its critics, its policy's loss and its settings (gym; there are none for mazes).
+Code. ruthless-man/VDT at 6726f55, read for its critics, its policy's loss and its settings (gym; there are none for
+mazes).
 Deviations. Inferred: imitation is weighted by exp(beta A), as the paper is described; the released code has beta and
 does not use it. The values' backup is one step, as in the code, where the paper is said to have n. One critic step per
 policy step (the code: a hundred), the learning rate constant. When acting, the critic at the current step chooses; the
-code rolls candidates forward in a copy of the simulator, which no agent here has. Returns are not divided by a
-discount on the way, as the code's are. Next observations are standardised for the critic, too. Windows as DT's.
+code rolls candidates forward in a copy of the simulator, which no agent here has. Returns are not divided by a discount
+on the way, as the code's are. Next observations are standardised for the critic, too. Windows as DT's.
 """
 
 from __future__ import annotations

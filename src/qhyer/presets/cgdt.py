@@ -2,7 +2,7 @@
 
 from qhyer.presets import Rule
 
-CODE = "sharkwyf/cgdt"
+CODE = "sharkwyf/cgdt, main.py at aa6933c"
 
 PRESETS = {
     "paper": [

@@ -1,8 +1,8 @@
-"""DC: the settings of the code's README; none of it is for maze2d."""
+"""DC: the settings of the code's readme; none of it is for maze2d."""
 
 from qhyer.presets import Rule
 
-CODE = "beanie00/Decision-ConvFormer, gym/README.md and experiment.py"
+CODE = "beanie00/Decision-ConvFormer, gym/readme-gym.md and experiment.py at 3db9b9e"
 
 PRESETS = {
     "paper": [

@@ -2,7 +2,7 @@
 
 from qhyer.presets import Rule
 
-CODE = "Toshihiro-Ota/decision-mamba, gym"
+CODE = "Toshihiro-Ota/decision-mamba, gym at 35f9944"
 
 PRESETS = {
     "paper": [

@@ -2,7 +2,7 @@
 
 from qhyer.presets import Rule
 
-CODE = "ruthless-man/Decision-Mixer"
+CODE = "ruthless-man/Decision-Mixer, main.py at 6f7438d"
 
 PRESETS = {
     "paper": [

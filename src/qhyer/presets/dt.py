@@ -2,7 +2,7 @@
 
 from qhyer.presets import Rule
 
-CODE = "kzl/decision-transformer, gym/experiment.py"
+CODE = "kzl/decision-transformer, gym/experiment.py at e2d82e6"
 CORL = "tinkoff-ai/CORL, configs/offline/dt at eeeeef2"
 
 PRESETS = {

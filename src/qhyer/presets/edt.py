@@ -2,7 +2,7 @@
 
 from qhyer.presets import Rule
 
-CODE = "kristery/Elastic-DT, its gym configurations"
+CODE = "kristery/Elastic-DT at 8517ef6, its gym configurations"
 
 PRESETS = {
     "paper": [

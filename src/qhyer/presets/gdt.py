@@ -2,7 +2,7 @@
 
 from qhyer.presets import Rule
 
-CODE = "AndssY/TrojanTO, its re-implementation of GDT"
+CODE = "AndssY/TrojanTO at 8c1802d, its re-implementation of GDT"
 
 PRESETS = {
     "paper": [

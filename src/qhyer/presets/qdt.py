@@ -2,7 +2,7 @@
 
 from qhyer.presets import Rule
 
-CODE = "DT as in kzl/decision-transformer, CQL as in tinkoff-ai/CORL at eeeeef2"
+CODE = "DT as in kzl/decision-transformer at e2d82e6, CQL as in tinkoff-ai/CORL at eeeeef2"
 
 PRESETS = {
     "paper": [

@@ -2,7 +2,7 @@
 
 from qhyer.presets import Rule
 
-CODE = "Dragon-Zhuang/Reinformer, main.py"
+CODE = "Dragon-Zhuang/Reinformer, main.py at 61eaed9"
 
 PRESETS = {
     "paper": [

@@ -2,7 +2,7 @@
 
 from qhyer.presets import Rule
 
-CODE = "scottemmons/rvs, its antmaze experiments"
+CODE = "scottemmons/rvs, experiments/config/d4rl/antmaze_rvs_g.cfg at 90c0ffb"
 
 PRESETS = {
     "paper": [

@@ -2,7 +2,7 @@
 
 from qhyer.presets import Rule
 
-CODE = "ruthless-man/VDT"
+CODE = "ruthless-man/VDT, main.py at 6726f55"
 
 PRESETS = {
     "paper": [
