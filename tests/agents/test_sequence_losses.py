@@ -503,3 +503,24 @@ def test_impossible_settings_are_refused(tiny_config):
     ):
         with pytest.raises(UserError):
             tiny_config(name, **wrong)
+
+
+@pytest.mark.parametrize("name", ["qt", "vdt"])
+def test_the_critic_chooses_between_targets(name, tiny_agent, shake, point_world):
+    """Against asking for 8, 6, 4 and 2 one after the other, each with its own returns all the way back."""
+    agent = make(tiny_agent, shake, name, target_return=8.0, candidates=4).eval()
+    goal, memory, chosen = point_world.observations[[50]], None, set()
+    with torch.no_grad():
+        for t in range(12):
+            observation = point_world.observations[[3 * t]]
+            window = agent.recall(observation, goal, memory)
+            tried = []
+            for less in (0.0, 2.0, 4.0, 6.0):
+                one = agent.predict(*window._replace(returns=window.returns - less))[:, -1].clamp(-1, 1)
+                tried.append((float(agent.target_critic(window.states[:, -1], one).min()), one))
+            best = max(range(4), key=lambda i: tried[i][0])
+            chosen.add(best)
+            action, memory = agent.act(observation, goal, memory)
+            torch.testing.assert_close(action, tried[best][1], rtol=0, atol=1e-6)
+            assert float(memory["returns"][0, -1]) == 8.0
+    assert len(chosen) > 1

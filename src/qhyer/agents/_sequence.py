@@ -266,8 +266,9 @@ class ChoosesByValue(ReturnConditioned):
         window = self.recall(observation, goal, memory)
         n, width = len(observation), self.spec.action_dim
         less = self.ask.target().abs() * torch.arange(candidates, device=observation.device) / candidates  # (C,)
-        tried = [self.predict(*window._replace(returns=window.returns - off))[:, -1] for off in less.unbind()]
-        actions = torch.stack(tried, dim=1).clamp(-1.0, 1.0)  # (n, C, d_a)
+        each = Window(*(part.repeat_interleave(candidates, dim=0) for part in window))  # (n C, T, ...)
+        each = each._replace(returns=each.returns - less.repeat(n)[:, None])
+        actions = self.predict(*each)[:, -1].clamp(-1.0, 1.0).unflatten(0, (n, candidates))  # (n, C, d_a)
         here = window.states[:, -1:].expand(-1, candidates, -1)
         liked = self.target_critic(here, actions).amin(0).argmax(-1)  # (n,)
         action = actions.gather(1, liked[:, None, None].expand(n, 1, width)).squeeze(1)
