@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
+from qhyer import envs
 from qhyer.cli import main
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes, read_npz
@@ -86,7 +87,7 @@ def test_maze2d_without_timeouts_with_repeats_and_with_jumps(tmp_path):
     stored = {key: array[again] for key, array in stored.items()}
     stored["observations"][400:, :2] += 5
     arrays, notes = read(write(tmp_path / "x.h5", stored))
-    assert "no timeouts (D4RL#176)" in notes[0] and "changes of infos/goal" in notes[0]
+    assert notes[0] == "there are no timeouts (D4RL#176): the changes of infos/goal say where goals were reached"
     assert "2 rows that repeat" in notes[1] and "cut at 1 places" in notes[2]
     assert len(arrays["observations"]) == 600 and np.flatnonzero(arrays["terminals"]).tolist() == [397, 599]
     assert np.flatnonzero(arrays["arrivals"]).tolist() == [99, 199, 299, 399, 499]
@@ -179,7 +180,10 @@ def minari(path: Path, lengths=(3, 0, 5), inside: bool = True, **changes) -> Pat
 
 
 def test_minari(tmp_path):
-    path = minari(tmp_path / "main_data.hdf5", lengths=(3, 0, *[2] * 9, 5))  # episode_10 follows episode_9
+    (tmp_path / "umaze-v2" / "data").mkdir(parents=True)
+    path = minari(
+        tmp_path / "umaze-v2" / "data" / "main_data.hdf5", lengths=(3, 0, *[2] * 9, 5)
+    )  # episode_10 follows episode_9
     arrays, notes = read(path)
     lengths = np.diff(np.flatnonzero(arrays["terminals"]), prepend=-1).tolist()
     assert lengths == [4, *[3] * 9, 6] and notes == ["1 episodes without a step are left out"]
@@ -187,7 +191,7 @@ def test_minari(tmp_path):
     assert arrays["rewards"][:5].tolist() == [0, 1, 2, 3, 0]
     assert arrays["goals"][[0, 4, -1], 0].tolist() == [0, 2, 11]
     assert not arrays["actions"][3].any()
-    assert Episodes.load(path).num_episodes == 11
+    assert Episodes.load(path).num_episodes == 11 and Episodes.load(path).name == "umaze-v2-hdf5"
 
     outside, notes = read(minari(tmp_path / "ant.hdf5", inside=False))
     assert outside["observations"].shape[1] == 4 and outside["goal_indices"].tolist() == [0, 1]
@@ -274,6 +278,42 @@ def test_generated_data_can_be_cut_too(tmp_path):
     arrays = read_npz(tmp_path / "pieces.npz")
     last = arrays["observations"][pieces.ends[0], :2]
     assert np.linalg.norm(last - arrays["goals"][pieces.ends[0]]) <= 0.1 + 1e-6
+
+
+@pytest.mark.parametrize("maze", ["umaze", "medium", "large"])
+def test_legacy_coordinates_become_ours(maze, tmp_path, capsys):
+    """A generated walk, written as D4RL would have it, comes back; and its steps obey our simulator."""
+    dataset = registry.get(f"maze2d-{maze}")
+    ours = read_npz(generate(dataset, out=tmp_path, episodes=1, workers=1, validation=False, progress=False))
+    env = envs.make(dataset.environment)
+    height, width = env.maze_map.shape
+
+    def theirs(xy):  # D4RL: x is the row from above, y the column, centres at whole numbers less 0.2
+        return np.stack([(height - 1) / 2 - xy[:, 1] - 0.2, xy[:, 0] + (width - 1) / 2 - 0.2], 1)
+
+    row, column = envs.MAZE2D[dataset.environment][1]
+    np.testing.assert_allclose(theirs(env.goal[None])[0], [row - 0.2, column - 0.2])
+    turned = lambda vectors: np.stack([-vectors[:, 1], vectors[:, 0]], 1)
+    states = ours["observations"]
+    stored = {
+        "observations": np.concatenate([theirs(states[:, :2]), turned(states[:, 2:])], 1).astype(np.float32),
+        "actions": turned(ours["actions"]),
+        "rewards": np.zeros(1001),
+        "terminals": np.zeros(1001, bool),
+        "timeouts": ours["arrivals"],
+        "infos/goal": theirs(ours["goals"]),
+    }
+    source = write(tmp_path / f"maze2d-{maze}-sparse-v1.hdf5", stored)
+    assert run("data", "convert", str(source), str(tmp_path / "back.npz"), "--maze", maze) == 0
+    back = read_npz(tmp_path / "back.npz")
+    for key in ("observations", "actions", "goals"):
+        np.testing.assert_allclose(back[key], ours[key], atol=2e-6)
+    assert np.array_equal(back["arrivals"], ours["arrivals"])
+    mine = registry.load(tmp_path / f"{dataset.name}.npz")[0].rewards.numpy()
+    assert (back["rewards"] == mine).mean() > 0.999
+    other = {"umaze": "large", "medium": "umaze", "large": "medium"}[maze]
+    assert run("data", "convert", str(source), str(tmp_path / "wrong.npz"), "--maze", other) == 2
+    assert "would lie in walls" in capsys.readouterr().err
 
 
 def test_training_reads_hdf5(tmp_path, monkeypatch):

@@ -149,13 +149,22 @@ def info(name_or_path: str, /) -> int:
     return 0
 
 
-def convert(source: str, out: Path, /, *, cut: Literal["as-is", "arrivals"] = "as-is", overwrite: bool = False) -> int:
+def convert(
+    source: str,
+    out: Path,
+    /,
+    *,
+    cut: Literal["as-is", "arrivals"] = "as-is",
+    maze: Literal["umaze", "medium", "large"] | None = None,
+    overwrite: bool = False,
+) -> int:
     """Write a dataset as an npz: HDF5 of D4RL or Minari with its defects mended, or maze data cut from goal to goal.
 
     Args:
         source: an HDF5 or npz file, or a dataset's name
         out: the npz to write; a sidecar beside it says where it came from
         cut: arrivals: maze2d only, an episode ends where its controller reached a goal, as D4RL's loaders cut
+        maze: of D4RL's maze2d files: turn them into the coordinates of maze2d-MAZE-v1, with the rewards of its goal
         overwrite: replace `out` if it is there
     """
     path = _locate(source)
@@ -171,6 +180,10 @@ def convert(source: str, out: Path, /, *, cut: Literal["as-is", "arrivals"] = "a
     dataset = registry.DATASETS.get(path.stem)
     if dataset is not None and "goal_indices" not in arrays:
         arrays["goal_indices"] = np.array(dataset.goal_indices)
+    if maze is not None:
+        dataset = registry.get(f"maze2d-{maze}")
+        arrays = _turned(path, arrays, dataset.environment)
+        notes.append(f"turned into the coordinates of {dataset.environment}")
     if dataset is not None and dataset.task_goal is not None:
         arrays["rewards"] = goal_rewards(
             arrays["observations"], dataset.goal_indices, dataset.task_goal, registry.RADIUS
@@ -212,6 +225,25 @@ def list_() -> int:
         table.add_row(dataset.name, f"{dataset.episodes:,}", f"{rows:,}", str(len(dataset.goal_indices)), place)
     Console(highlight=False).print(table)
     return 0
+
+
+def _turned(path: Path, arrays: dict[str, np.ndarray], environment: str) -> dict[str, np.ndarray]:
+    """D4RL's maze2d in our coordinates; an error if it does not lie in this maze then."""
+    if path.suffix not in HDF5 or arrays["observations"].shape[1] != 4 or "arrivals" not in arrays:
+        raise UserError(f"--maze is for D4RL's maze2d files in HDF5, and {path.name} is not one")
+    from qhyer import envs
+
+    env = envs.make(environment)
+    turned = hdf5.from_legacy(arrays, *env.maze_map.shape)
+    cells = np.rint(turned["observations"][:, :2] + [env._offset_x, env._offset_y]).astype(int)[:, ::-1]
+    inside = ((cells >= 0) & (cells < env.maze_map.shape)).all(1)
+    free = inside & (env.maze_map[tuple(np.where(inside[:, None], cells, 0).T)] == 0)
+    if free.mean() < 0.99:
+        raise UserError(
+            f"{100 * (1 - free.mean()):.0f} % of the positions in {path.name} would lie in walls of {environment}: "
+            "name its own maze with --maze, and leave it out if the coordinates are not D4RL's"
+        )
+    return turned
 
 
 def _read(path: Path) -> tuple[dict[str, np.ndarray], list[str]]:

@@ -207,7 +207,10 @@ class Episodes:
 
 def own_name(path: Path) -> str:
     """A file's dataset name. HDF5 never has a generated dataset's: its coordinates and goals are others."""
-    return f"{path.stem}-hdf5" if path.suffix in HDF5 else path.stem
+    if path.suffix not in HDF5:
+        return path.stem
+    minari = path.name == "main_data.hdf5" and path.resolve().parent.name == "data"  # NAME/data/main_data.hdf5
+    return f"{path.resolve().parents[1].name if minari else path.stem}-hdf5"
 
 
 def read_arrays(path: str | Path) -> dict[str, np.ndarray]:

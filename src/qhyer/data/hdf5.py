@@ -92,16 +92,22 @@ def _d4rl(path: Path, file: Any) -> tuple[Arrays, list[str]]:
         arrays["goal_indices"] = np.array([0, 1])
     if kind == "maze2d":
         arrays["observation_names"] = np.array(["x", "y", "vx", "vy"])
-        return _one_walk(arrays, timeouts, notes), notes
+        return _one_walk(arrays, terminals, timeouts, notes), notes
     return _episodes(arrays, terminals, timeouts, kind, notes), notes
 
 
-def _one_walk(arrays: Arrays, timeouts: np.ndarray | None, notes: list[str]) -> Arrays:
+def _one_walk(arrays: Arrays, terminals: np.ndarray, timeouts: np.ndarray | None, notes: list[str]) -> Arrays:
     """maze2d: one walk without resets. Its `timeouts` mark where the controller reached its goal (D4RL#85)."""
     if timeouts is None:
-        timeouts = _new_goals(arrays.get("goals"), len(arrays["actions"]))
-        how = "taken from the changes of infos/goal" if timeouts.any() else "unknown"
-        notes.append(f"there are no timeouts (D4RL#176): where goals were reached is {how}")
+        timeouts = terminals if terminals.any() else _new_goals(arrays.get("goals"), len(terminals))
+        how = (
+            "terminals says"
+            if terminals.any()
+            else "the changes of infos/goal say"
+            if timeouts.any()
+            else "nothing says"
+        )
+        notes.append(f"there are no timeouts (D4RL#176): {how} where goals were reached")
     arrays["arrivals"] = timeouts
     observations = arrays["observations"]
     repeats = np.append(False, (observations[1:] == observations[:-1]).all(1))
@@ -154,6 +160,28 @@ def _episodes(
     if not kept.any():
         raise DataError("every episode has a single row: timeouts and terminals mark every step")
     return _clipped(gather(arrays, list(zip(first[kept], last[kept]))), notes)
+
+
+def from_legacy(arrays: Arrays, rows: int, columns: int) -> Arrays:
+    """maze2d in D4RL's coordinates -> in those of our environment, for a maze of so many rows and columns.
+
+    There x counts rows downwards and y columns, and the centre of cell (i, j) is at (i - 0.2, j - 0.2); here x goes to
+    the right, y upwards, and the middle of the maze is at 0. The point and the walls are the same.
+    """
+    middle = np.array([(columns - 1) / 2, (1 - rows) / 2])
+
+    def turn(vectors: np.ndarray) -> np.ndarray:
+        return np.stack([vectors[:, 1], -vectors[:, 0]], axis=1)
+
+    def place(xy: np.ndarray) -> np.ndarray:
+        return turn(xy.astype(np.float64) + 0.2) - middle
+
+    observations = arrays["observations"]
+    made = {**arrays, "actions": turn(arrays["actions"])}
+    made["observations"] = np.concatenate([place(observations[:, :2]), turn(observations[:, 2:])], 1).astype(np.float32)
+    if "goals" in arrays:
+        made["goals"] = place(arrays["goals"]).astype(np.float32)
+    return made
 
 
 def _jumps(observations: np.ndarray, limit: float) -> np.ndarray:

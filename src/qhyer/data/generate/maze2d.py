@@ -24,6 +24,7 @@ class Waypoints:
     def __init__(self, environment: Maze2D, draws: np.random.Generator) -> None:
         self.environment, self.draws = environment, draws
         self.free = environment.maze_map == 0
+        self.goal, self.ahead, self.next = environment.goal, [environment.goal], 0
 
     def new_goal(self, xy: np.ndarray) -> None:
         """A goal in any other cell than this one."""

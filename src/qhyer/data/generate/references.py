@@ -1,6 +1,8 @@
 """`python -m qhyer.data.generate.references`: the returns between which Maze2D scores are normalised, measured.
 
 A random policy (uniform actions) and the waypoint controller without noise, over the task's own starts and episodes.
+For comparison also a controller that heads straight for the goal, walls or not: D4RL's reference is near it
+(docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -32,6 +34,11 @@ def controller(environment: Maze2D, start: np.ndarray, draws: np.random.Generato
     return lambda observation: waypoints.act(observation)[0]
 
 
+def straight(environment: Maze2D, start: np.ndarray, draws: np.random.Generator) -> Act:
+    waypoints = Waypoints(environment, draws)  # without a plan
+    return lambda observation: waypoints.act(observation)[0]
+
+
 def returns(name: str, policy: Callable[..., Act], episodes: int, seed: int) -> np.ndarray:
     """The return of each episode; its start and the policy's draws are functions of the seed and its number."""
     environment: Maze2D = envs.make(name)
@@ -57,7 +64,7 @@ def measure(out: Path = FILE, *, episodes: int = 1000, seed: int = 0) -> int:
     made: dict[str, Any] = {}
     for name, (_, _, limit) in envs.MAZE2D.items():
         made[name] = {"steps": limit}
-        for label, policy in (("random", random_policy), ("controller", controller)):
+        for label, policy in (("random", random_policy), ("controller", controller), ("straight", straight)):
             values = returns(name, policy, episodes, seed)
             error = values.std(ddof=1) / np.sqrt(episodes) if episodes > 1 else 0.0
             made[name][label] = {"mean": round(float(values.mean()), 3), "standard_error": round(float(error), 3)}
