@@ -164,3 +164,21 @@ def test_learns_where_one_gets_to(critic, tiny_config):
         with torch.no_grad():
             q = agent.log_density(torch.zeros(19, 2), tried, goal)
         assert math.isfinite(float(q.sum())) and abs(float(tried[q.argmax()]) - aim) <= 0.2, (critic, aim, q)
+
+
+@pytest.mark.parametrize("critic, options", [("cvae", dict(goal_frame="relative")), ("contrastive", {})])
+def test_densities_stay_in_full_precision(critic, options, tiny_agent, point_world):
+    """With products in bf16 the encoder is rounded; what follows is not, in the loss or in Q."""
+    agent = tiny_agent("qhyer", critic=critic, flow_defence=0.1, **options)
+    (stage,) = agent.stages()
+    sampler = stage.sampler.build(point_world, torch.Generator().manual_seed(0))
+    update = Update(agent, stage, sampler, "bf16", torch.device("cpu"))
+    for step in range(3):
+        update(step)
+    assert math.isfinite(update.take_metrics()["critic/loss"])
+    batch = batch_for(agent, point_world)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        goals = agent.goal_coordinates(batch["flow_goals"])
+        q = agent.log_density(batch["flow_observations"], batch["flow_actions"], goals)
+        loss, _ = agent.critic_loss(batch)
+    assert q.dtype == loss.dtype == torch.float32
