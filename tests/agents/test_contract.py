@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import math
 import re
 import typing
 
@@ -266,18 +267,39 @@ def slow_act(agent, observations: torch.Tensor, goal: torch.Tensor, q: list, act
                 rows = [row[m + int(row[:m].argmax()) * d :][:d] for row in numbers]
                 action = torch.stack(rows).clamp(-1, 1)
             if config.action_head == "best_of_mixture":
-                m, d = config.mixtures, agent.spec.action_dim
-                numbers = agent.action_head(read())
-                rows = []
-                for row, state, aim in zip(numbers, observations[:, -1], agent.goal_coordinates(goal)):
-                    weights = row[:m].exp() / row[:m].exp().sum()
-                    each = [row[m + k * d :][:d].clamp(-1, 1) for k in range(m) if weights[k] >= 0.5 / m]
-                    liked = [float(agent.log_density(state[None], one[None], aim[None])) for one in each]
-                    rows.append(each[liked.index(max(liked))])
-                action = torch.stack(rows)
+                action = torch.stack(
+                    [slow_choice(agent, *each) for each in zip(numbers_of(agent, read), observations[:, -1], goal)]
+                )
             return action, q, [*actions, action]
         sequence.append(tokens.action(actions[i]) + position + kind["action"])
     raise AssertionError
+
+
+def numbers_of(agent, read) -> torch.Tensor:
+    return agent.action_head(read())
+
+
+def slow_choice(agent, row: torch.Tensor, state: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    """One draw after the other from a mixture given by its numbers, and the one with the highest Q + w log pi."""
+    m, d, draws = agent.config.mixtures, agent.spec.action_dim, agent.draws
+    weights = row[:m].exp() / row[:m].exp().sum()
+    means, stds = row[m : m + m * d].view(m, d), row[m + m * d :].view(m, d).clamp(-3, 1).exp()
+    best, score = None, -float("inf")
+    for i, noise in enumerate(draws):
+        heap, k = float(weights[0]), 0
+        while k < m - 1 and (i + 0.5) / len(draws) > heap:
+            k += 1
+            heap += float(weights[k])
+        action = (means[k] + stds[k] * noise).clamp(-1, 1)
+        q = float(agent.log_density(state[None], action[None], agent.goal_coordinates(goal)[None]))
+        density = sum(
+            float(weights[j]) * float(torch.distributions.Normal(means[j], stds[j]).log_prob(action).sum().exp())
+            for j in range(m)
+        )
+        if q + agent.config.prior_weight * math.log(density) > score:
+            best, score = action, q + agent.config.prior_weight * math.log(density)
+    assert best is not None
+    return best
 
 
 def _order(config) -> list[str]:

@@ -114,16 +114,20 @@ class QHyerConfig(AgentConfig):
     binary_goals: Literal["flow", "bits"] = "flow"
     """beyond the paper: goal coordinates of two values are left to the flow (the paper), or get exact probabilities"""
     action_head: Literal["gaussian", "mixture", "best_of_mixture"] = "gaussian"
-    """one Gaussian of fixed width (OGBench's); beyond the paper a mixture, of which the likeliest acts, or the one with
-    the mean the critic likes best. Where several ways lead to a goal, one Gaussian takes their mean: perhaps none"""
+    """one Gaussian of fixed width (OGBench's); beyond the paper a mixture: the likeliest of it acts, or the draw
+    that the critic likes best. Where several ways lead to a goal, one Gaussian takes their mean: perhaps none"""
     mixtures: int = 8
     """Gaussians of the mixture"""
+    candidates: int = 64
+    """draws from the mixture between which the critic chooses (best_of_mixture)"""
+    prior_weight: float = 0.1
+    """how much a draw's own log-density counts beside its Q (best_of_mixture)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("context", "width", "layers", "heads", "state_size", "flow_blocks", "flow_channels"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")
-        for name in ("encoder_width", "encoder_layers", "representation", "mixtures"):
+        for name in ("encoder_width", "encoder_layers", "representation", "mixtures", "candidates"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")
         require(self.width % self.heads == 0, f"width {self.width} is not a multiple of {self.heads} heads")
         require(0.0 < self.expectile < 1.0, "expectile must lie between 0 and 1")
@@ -198,6 +202,9 @@ class QHyer(Agent):
         self.decoder = HybridDecoder(d, config.layers, config.heads, config.dropout, config.backbone, config.state_size)
         self.q_head = nn.Linear(d, 1) if config.conditioning != "none" else None
         mixture = config.action_head != "gaussian"
+        noise = torch.randn(config.candidates, spec.action_dim, generator=torch.Generator().manual_seed(0))
+        noise[::2] = 0.0
+        self.register_buffer("draws", 0.5 * noise, persistent=False)
         self.action_head = nn.Linear(d, config.mixtures * (1 + 2 * spec.action_dim) if mixture else spec.action_dim)
         # Mean |Q| of the data, running: the batch mean of the paper's Q normalisation does not exist when acting.
         self.register_buffer("q_shift", torch.zeros(()))
@@ -211,6 +218,7 @@ class QHyer(Agent):
             adamw(parameters, config.learning_rate, config.weight_decay) for parameters in (actor, critic) if parameters
         )
 
+    draws: Tensor
     bit_at: Tensor
     rest_at: Tensor
     q_shift: Tensor
@@ -448,8 +456,7 @@ class QHyer(Agent):
             after["q"] = q_hat if memory is None else torch.cat([memory["q"], q_hat], dim=1)
         numbers = self.action_head(h[:, -1])
         if self.config.action_head == "best_of_mixture":
-            logits, means, _ = self._mixture(numbers)
-            action = self._best_action(observation, goal, logits, means.clamp(-1.0, 1.0))
+            action = self._best_action(observation, goal, *self._mixture(numbers))
         else:
             action = self._action(numbers).clamp(-1.0, 1.0)
         after["actions"] = action[:, None] if memory is None else torch.cat([memory["actions"], action[:, None]], dim=1)
@@ -464,17 +471,29 @@ class QHyer(Agent):
             return super().acting_state()
         return {name: value for name, value in super().acting_state().items() if not name.startswith("critic.")}
 
-    def _best_action(self, observation: Tensor, goal: Tensor, logits: Tensor, actions: Tensor) -> Tensor:
-        """Of the Gaussians' means (n, M, d_a), for each state and goal the one with the highest Q.
+    def _best_action(
+        self, observation: Tensor, goal: Tensor, logits: Tensor, means: Tensor, log_stds: Tensor
+    ) -> Tensor:
+        """Of draws from the mixture, for each state and goal the one with the highest Q + prior_weight log pi.
 
-        Only Gaussians that carry some weight stand for election: one that the data never chose here may have its mean
-        anywhere, and there the critic knows nothing.
+        The draws are the same for all: Gaussians by their share of the weight, so that one the data never chose here is
+        not drawn (the critic knows nothing there), every other draw a mean, the rest with half their noise. Where Q is
+        flat, the likeliest wins: chance differences of Q would make the arm dither.
         """
-        count = actions.shape[1]
-        goals = self.goal_coordinates(goal)[:, None].expand(-1, count, -1)
-        q = self.log_density(observation[:, None].expand(-1, count, -1), actions, goals)  # (n, M)
-        q = q.masked_fill(logits.softmax(-1) < 0.5 / count, -torch.inf)
-        return actions[torch.arange(len(actions), device=actions.device), q.argmax(-1)]
+        draws, d = self.draws, means.shape[-1]  # (N, d_a)
+        share = (torch.arange(len(draws), device=draws.device) + 0.5) / len(draws)
+        heaps = logits.softmax(-1).cumsum(-1)  # (n, M)
+        which = torch.searchsorted(heaps, share.expand(len(heaps), -1).contiguous()).clamp(max=heaps.shape[-1] - 1)
+        at = which[..., None].expand(-1, -1, d)  # (n, N, d_a)
+        actions = (means.gather(1, at) + log_stds.gather(1, at).exp() * draws).clamp(-1.0, 1.0)
+
+        def each(x: Tensor) -> Tensor:
+            return x[:, None].expand(-1, len(draws), *x.shape[1:])
+
+        q = self.log_density(each(observation), actions, each(self.goal_coordinates(goal)))  # (n, N)
+        log_pi = -losses.mixture_nll(each(logits), each(means), each(log_stds), actions)
+        best = (q + self.config.prior_weight * log_pi).argmax(-1)
+        return actions[torch.arange(len(actions), device=actions.device), best]
 
     @torch.no_grad()
     def readout(self, batch: Batch) -> list[dict[str, Tensor]]:
