@@ -11,9 +11,10 @@ Here, for signals x(s_t, a_t) of recorded trajectories:
     pass      the other reading: the variance over the trajectories that pass through the same place (squares of side
               `side`) with the same heading (eight directions of the action), each with its mean there
 
-Signals: `rtg` the sum of rewards to come on the trajectory, one for each step within the goal's radius; `rtg-reached`
-one if the goal is yet to come; `rtg-discounted`; `q` the flow's log p(g | s, a), Eq. (4); `density` its exponential;
-`noise` a random number for each pair, which a measure of signals should not find discriminative.
+Signals: `rtg` one if the goal is yet to be reached on the trajectory, else zero (the paper's "successful trajectory
+(RTG=1) and a failed one (RTG=0)"); `rtg-count` the sum of rewards to come, one for each step within the goal's radius;
+`rtg-discounted` the same, discounted; `q` the flow's log p(g | s, a), Eq. (4); `density` its exponential; `noise` a
+random number for each pair, which a measure of signals should not find discriminative.
 
 `progress` is not the paper's: the rank correlation of a signal with minus the cells on the shortest way to the goal.
 """
@@ -45,8 +46,8 @@ THRESHOLD = 0.01  # the paper's
 SEGMENTS = (10, 20, 50, 100, 200, 0)  # steps; 0: the whole trajectory
 SCALES = ("range", "spread", "raw")
 SIGNALS = {
-    "rtg": "return-to-go",
-    "rtg-reached": "return-to-go, reached or not",
+    "rtg": "return-to-go, 1 or 0",
+    "rtg-count": "return-to-go, steps there",
     "rtg-discounted": "return-to-go, discounted",
     "q": "flow Q (log density)",
     "density": "flow density exp Q",
@@ -57,8 +58,8 @@ SIDE = 1.0  # of the squares of `pass`: a quarter of a maze cell
 BATCH = 256
 CHUNK = 8192
 HIGH = 0.75  # quantile of Q beyond which a piece of a trajectory is drawn as high
-DRAWN = 40  # trajectories of the figure, the first of the data
-EVERY = 4  # of their steps
+DRAWN = 30  # trajectories of the figure, the first of the data
+EVERY = 8  # of their steps
 
 Array = np.ndarray
 
@@ -179,11 +180,11 @@ def signals(agent: Any, episodes: Episodes, maze: Maze, task: int, seed: int) ->
     xy = episodes.observations[:, :2].double().cpu().numpy()
     reached = (np.linalg.norm(xy - goal[:2], axis=1) <= maze.radius).astype(float)
     rows = episodes.transitions
-    rtg = returns_to_go(reached, lengths)
+    count = returns_to_go(reached, lengths)
     q = flow_q(agent, episodes.observations[rows], episodes.actions[rows], goal)
     return {
-        "rtg": rtg,
-        "rtg-reached": (rtg > 0).astype(float),
+        "rtg": (count > 0).astype(float),
+        "rtg-count": count,
         "rtg-discounted": returns_to_go(reached, lengths, float(agent.config.discount)),
         "q": q,
         "density": np.exp(q),
@@ -205,7 +206,7 @@ def measure(agent: Any, episodes: Episodes, maze: Maze, seed: int) -> tuple[list
         steps = maze.steps_to(goal[:2], xy)
         known = np.isfinite(steps)
         values = signals(agent, episodes, maze, task, seed)
-        success = np.bincount(trajectory, values["rtg-reached"])[trajectory] > 0  # of the pair's trajectory
+        success = np.bincount(trajectory, values["rtg"])[trajectory] > 0  # of the pair's trajectory
         high = values["q"] > np.quantile(values["q"], HIGH)
         for name, value in values.items():
             row = {"seed": seed, "task": task + 1, "signal": name}
@@ -305,7 +306,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     plt, drawn, rows = figures.plt, result["drawn"], result["rows"]
     geometry = {key: np.asarray(value) for key, value in result["geometry"].items()}
-    goal, paths = np.asarray(drawn["goal"]), drawn["paths"]
+    goal, paths = np.asarray(drawn["goal"]), sorted(drawn["paths"], key=lambda trail: trail["success"])
     sizes = [size for size in SEGMENTS if f"{size}-range" in rows[0]]
     main = result["settings"]["segment"]
 
@@ -331,24 +332,27 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     blue, purple, grey = flat("#0072b2"), flat("#a35fb0"), flat("#b9bdc4")
     plasma = plt.get_cmap("viridis")
-    covered = {
-        name: percent(over_tasks([r for r in rows if r["task"] == drawn["task"]], name, f"{main}-range"))
-        for name in ("rtg", "q")
-    }
+
+    def shares(name: str) -> str:
+        """Of segments and of whole trajectories, all tasks."""
+        cut, whole = (100 * over_tasks(rows, name, f"{size}-range").mean() for size in (main, 0))
+        return f"{whole:.0f} % by trajectory" + (f", {cut:.0f} % by {main} steps" if main else "")
+
     with plt.rc_context(_output.style()):
         figure = plt.figure(figsize=(11, 5.6), layout="constrained")
         top, bottom = figure.subfigures(2, 1, height_ratios=[1.15, 1.0])
         panels = top.subplots(1, 4)
         titles = (
-            "a  goal reached (blue) or not",
-            f"b  return-to-go: {covered['rtg']} %",
-            f"c  flow Q: {covered['q']} %",
-            "d  the highest quarter of Q",
+            ("a  trajectories", "goal reached (blue) or not"),
+            ("b  return-to-go", shares("rtg")),
+            ("c  flow Q", shares("q")),
+            ("d  the highest quarter of Q", "colours as in a"),
         )
-        for panel, title in zip(panels, titles):
+        for panel, (title, below) in zip(panels, titles):
             draw_maze(panel, geometry)
             mark_ends(panel, None, goal)
             panel.set_title(title, loc="left")
+            panel.set_xlabel(below, fontsize=8.5)
         lines(panels[0], None, everything, lambda t, v: np.tile(blue if t["success"] else purple, (len(v), 1)))
         lines(
             panels[1], "rtg", everything,
