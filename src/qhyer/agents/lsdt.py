@@ -4,7 +4,7 @@ Idea. Some channels go through attention, for what is far back, the others throu
 makes for itself, for what is near; a gate weighs the channels of both.
 Paper. Long-Short Decision Transformer: Bridging Global and Local Dependencies for Generalized Decision-Making, ICLR
 2025.
-Code. WangJinCheng1998/LSDT, read for its block, its goals beside states and its settings.
+Code. WangJinCheng1998/LSDT (its commit was not noted), read for its block, its goals beside states and its settings.
 Deviations. One dropout rate for all (the code has 0.1, 0.2 and 0.25). A kernel of the code has 11 taps around the
 token, of which the causal cut leaves 6: only those exist here. The goal beside the state lies ahead of the window in
 its episode, where the code takes the goal that steered the collection. Windows as DT's.
