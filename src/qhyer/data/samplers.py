@@ -286,6 +286,9 @@ class RewardsOf:
             sums = torch.cumsum(self._worth(self.stored).double(), 0)
             self.stored_returns = (sums[episodes.end_of] - sums).float() + self._worth(self.stored)
         self.places = episodes.observations[:, list(episodes.goal_indices)]  # (N, d_g)
+        # Row r's own and the `longest` - 1 after it, coordinate by coordinate: a view, whose rows are copied in one go.
+        beyond = self.places.new_zeros(self.places.shape[1], self.longest)
+        self.coming = torch.cat([self.places.T, beyond], dim=1).unfold(1, self.longest, 1)  # (d_g, N + 1, longest)
 
     def _worth(self, reached: Tensor) -> Tensor:
         return self.config.scale * reached + self.config.shift
@@ -314,9 +317,9 @@ class RewardsOf:
         if self.config.tolerance == 0.0:  # there is one such row at most
             count = ((goal_rows >= rows) & (goal_rows <= end)).float()
         else:
-            ahead = rows[:, None] + torch.arange(self.longest, device=rows.device)  # (B, longest)
-            there = self.reached(torch.minimum(ahead, end[:, None]), goal_rows[:, None].expand_as(ahead))
-            count = (there * (ahead <= end[:, None])).sum(1)
+            far = (self.coming[:, rows] - self.places[goal_rows].T[..., None]).square().sum(0)  # (B, longest)
+            there = torch.arange(self.longest, device=rows.device) < left[:, None]
+            count = ((far <= self.config.tolerance**2) & there).sum(1).float()
         return self.config.scale * count + self.config.shift * left
 
 
