@@ -22,7 +22,7 @@ demo: $(STAMP)      ## data, QHyer and a baseline trained, evaluated, and a repo
 	@$(BIN)/qhyer demo
 
 test: $(STAMP) lint types   ## formatting, types and the default tests (under 10 minutes on 2 cores)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 test-slow: $(STAMP) ## the slow checks: generator statistics, learning, fault injection at length
 	@$(BIN)/python -m pytest -m slow --timeout 3600
@@ -44,3 +44,5 @@ clean:           ## remove the environment and caches (data, runs and reports st
 analyses: $(STAMP)  ## the analyses that need no trained run, into results/analyses: minutes on 2 cores
 	@$(BIN)/qhyer analyze gridworld-density --out results/analyses/gridworld-density
 	@$(BIN)/qhyer analyze expectile-max --out results/analyses/expectile-max
+	@$(BIN)/qhyer analyze coverage --out results/analyses/coverage
+	@$(BIN)/qhyer analyze stitching --out results/analyses/stitching
