@@ -305,6 +305,12 @@ def table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, lines
 
 
+def moving(xy: Array) -> Array:
+    """A path without the points that lie where the one before does: a rollout may press against a wall for long."""
+    away = np.linalg.norm(np.diff(xy, axis=0), axis=1) > 0.02
+    return xy[np.concatenate([[True], away])]
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib.lines import Line2D
 
@@ -314,7 +320,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     geometry = {key: np.asarray(value) for key, value in result["geometry"].items()}
     names = list(dict.fromkeys(part["policy"] for part in result["drawn"]))
     tasks = sorted({part["task"] for part in result["drawn"]})
-    rate = {name: 100 * np.mean([row["success"] for row in result["rows"] if row["policy"] == name]) for name in names}
+    reached = {name: [row["success"] for row in result["rows"] if row["policy"] == name] for name in names}
     with plt.rc_context(_output.style()):
         figure, axes = plt.subplots(
             len(names), len(tasks), figsize=(2.2 * len(tasks), 2.42 * len(names) + 0.3), layout="constrained",
@@ -325,14 +331,15 @@ def draw(result: dict[str, Any], path: Path) -> None:
             panel = axes[line][column]
             draw_maze(panel, geometry)
             xy = np.asarray(part["xy"])
-            panel.plot(xy[:, 0], xy[:, 1], color="#9aa0a8", linewidth=1.0, zorder=2)  # steps that nothing explains
+            whole = moving(xy)
+            panel.plot(whole[:, 0], whole[:, 1], color="#9aa0a8", linewidth=1.0, zorder=2)  # what nothing explains
             for number, ((_, first, last), trail) in enumerate(zip(part["parts"], part["paths"])):
                 colour, way = COLOURS[number % len(COLOURS)], np.asarray(trail)
                 panel.plot(way[:, 0], way[:, 1], color=colour, linewidth=3.0, alpha=0.22, zorder=1)
-                own = xy[first // EVERY : last // EVERY + 2]
+                own = moving(xy[first // EVERY : last // EVERY + 2])
                 panel.plot(own[:, 0], own[:, 1], color=colour, linewidth=1.5, zorder=3)
-            out = np.asarray(part["out"], dtype=int) // EVERY
-            panel.plot(xy[out, 0], xy[out, 1], ".", color="black", markersize=2.6, zorder=4)
+            out = np.unique(np.round(xy[np.asarray(part["out"], dtype=int) // EVERY], 1), axis=0)  # often one place
+            panel.plot(out[:, 0], out[:, 1], ".", color="black", markersize=2.6, zorder=4)
             mark_ends(panel, np.asarray(part["start"]), np.asarray(part["goal"]), 9.0)
             if not part["success"]:
                 panel.plot(*xy[-1], "x", color="black", markersize=6, markeredgewidth=1.6, zorder=8)
@@ -341,7 +348,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
             panel.set_title(f"{outcome}, {count} piece{'s' if count != 1 else ''}", fontsize=7.5, pad=2)
             if column == 0:
                 title = TITLES.get(part["policy"], part["policy"]).replace(", ", ",\n")
-                panel.set_ylabel(f"{title}\n{rate[part['policy']]:.0f} % reached", fontsize=8.5)
+                wins = reached[part["policy"]]
+                panel.set_ylabel(f"{title}\n{sum(wins)} of {len(wins)} reached", fontsize=8.5)
             if line == len(names) - 1:
                 about = next(task for task in result["tasks"] if task["task"] == part["task"])
                 panel.set_xlabel(
@@ -368,7 +376,7 @@ def run(
     /,
     *,
     tasks: tuple[int, ...] = (),
-    episodes: int = 4,
+    episodes: int = 2,
     data: Path | None = None,
     device: str = "cpu",
     out: Path | None = None,
