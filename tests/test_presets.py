@@ -130,3 +130,10 @@ def test_goal_dimensions(name):
     dataset = registry.DATASETS[name]
     base = "pointmaze" if dataset.is_maze else name.rsplit("-", 2)[0]
     assert len(dataset.goal_indices) == len(set(dataset.goal_indices)) == GOAL_DIM[base]
+
+
+@pytest.mark.parametrize("name", ["maze2d-umaze-v1", "maze2d-umaze-d4rl", "maze2d-medium-v1"])
+def test_converted_mazes_get_their_row(name):
+    """docs/data.md names converted files so; a name that no row matches would silently train for a million updates."""
+    config, _ = presets.resolve("qhyer", "paper", name)
+    assert (config.steps, config.context, config.batch_size) == (100_000, 10, 256)

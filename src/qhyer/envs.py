@@ -37,7 +37,7 @@ def make(environment: str) -> Any:
 
 def of_dataset(dataset: str) -> str | None:
     """The environment of a dataset that has an OGBench name, such as antmaze-large-stitch-v0: antmaze-large-v0."""
-    found = re.fullmatch(r"([a-z0-9-]+)-(navigate|stitch|explore|play|noisy)-(v\d+)", dataset)
+    found = re.fullmatch(r"([a-z0-9-]+)-(navigate|stitch|explore|play|noisy)-(v0)", dataset)
     return f"{found[1]}-{found[3]}" if found else None
 
 

@@ -170,7 +170,7 @@ def card(name: str, about: Mapping[str, Any]) -> str:
         "## Run it",
         "",
         "```sh",
-        f"qhyer eval --model {name}{environment}     # 5 tasks, 50 episodes each, on a CPU; no data needed",
+        f"qhyer eval --model {name}{environment}     # every task, 50 episodes each, on a CPU; no data needed",
         f"qhyer show {name} --task 1{environment}    # one episode as an animation",
         "```",
         "",

@@ -120,7 +120,7 @@ class QHyerConfig(AgentConfig):
     """Gaussians of the mixture"""
     candidates: int = 64
     """draws from the mixture between which the critic chooses (best_of_mixture)"""
-    prior_weight: float = 0.1
+    prior_weight: float = 0.3
     """how much a draw's own log-density counts beside its Q (best_of_mixture)"""
 
     def __post_init__(self) -> None:

@@ -52,6 +52,8 @@ def noise_cost(dim: int, sigma: float) -> float:
 
 def run(run: Path, *, device: str = "cpu", data: Path | None = None) -> Path:
     agent, step = load_critic(run, device)
+    if agent.config.critic == "contrastive":
+        raise UserError("a contrastive critic gives a ratio of probabilities, not a probability")
     episodes, about = load_episodes(run, agent, data, device)
     binary, dim = episodes.spec().goal_binary, len(episodes.goal_indices)
     if not binary or not all(binary):
@@ -64,7 +66,9 @@ def run(run: Path, *, device: str = "cpu", data: Path | None = None) -> Path:
 
     counted = entropy(changes(episodes, *draw(COUNTED)))
     rows, goal_rows = draw(ASKED)
-    exact, sigma = agent.config.binary_goals == "bits", float(agent.config.flow_noise)
+    exact, sigma = len(agent.bit_at) == dim, float(agent.config.flow_noise)
+    if len(agent.bit_at) and not exact:
+        raise UserError("the run's critic has exact probabilities of some of these coordinates only")
     if not exact and sigma == 0.0:
         raise UserError("a flow trained without noise on its goals has no finite density of binary ones")
     target = episodes.observations[goal_rows].clone()
@@ -88,5 +92,5 @@ def run(run: Path, *, device: str = "cpu", data: Path | None = None) -> Path:
     write_json(path, result)
     print(f"nats a goal: critic {critic:.2f}, counting changes {counted:.2f}, guessing {result['uniform']:.2f}")
     if critic > counted:
-        print("the critic knows less than the counts of what changes: it tells nothing of state and action")
+        print("the critic knows less than the counts of what changes")
     return path
