@@ -178,3 +178,11 @@ def test_command_prints_the_headline(runs, tmp_path, capsys):
 def test_reports_need_no_torch():
     code = "import sys, qhyer.report, qhyer.report.commands, qhyer.report.html;sys.exit(int('torch' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_drawing_does_not_depend_on_where_objects_lie() -> None:
+    one = '<g clip-path="url(#p0123456789)"/><path clip-path="url(#pabcdefabcd)"/><clipPath id="p0123456789">'
+    other = one.replace("p0123456789", "pffffffffff").replace("pabcdefabcd", "p0000000000")
+    expected = '<g clip-path="url(#p1)"/><path clip-path="url(#p2)"/><clipPath id="p1">'
+    assert figures.steady(one) == figures.steady(other) == expected
+    assert figures.steady("p0123456789 in the text") == "p0123456789 in the text"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -92,10 +93,13 @@ def write_result(path: Path, result: Mapping[str, Any], header: Sequence[str], l
 
 def save_figure(figure: Figure, path: Path) -> None:
     """PATH.png and PATH.svg, the same bytes for the same drawing."""
+    from qhyer.report.figures import steady
+
     with atomic_file(path.with_suffix(".png")) as temporary:
         figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
-    with atomic_file(path.with_suffix(".svg")) as temporary:
-        figure.savefig(temporary, format="svg", metadata={"Date": None})
+    drawing = io.StringIO()
+    figure.savefig(drawing, format="svg", metadata={"Date": None})
+    write_text(path.with_suffix(".svg"), steady(drawing.getvalue()))
 
 
 def style() -> dict[str, Any]:

@@ -130,6 +130,14 @@ def _style(colours: Palette) -> dict[str, Any]:
     }
 
 
+def steady(svg: str) -> str:
+    """Clip paths named p1, p2, … as they appear: matplotlib names them after where objects lie in memory, so that
+    the same drawing would come out in other bytes."""
+    names: dict[str, str] = {}
+    pattern = r'(?:(?<= id=")|(?<=url\(#))p[0-9a-f]{10}\b'
+    return re.sub(pattern, lambda found: names.setdefault(found[0], f"p{len(names) + 1}"), svg)
+
+
 def render(draw: Callable[[Palette], Canvas], alt: str, caption: str, key: str) -> Figure:
     """The drawing as themed inline SVG, or, when that is heavy, as a PNG for each theme."""
     marks = _placeholders()
@@ -139,7 +147,7 @@ def render(draw: Callable[[Palette], Canvas], alt: str, caption: str, key: str) 
         buffer = io.BytesIO()
         canvas.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
         plt.close(canvas)
-    svg = _themed(buffer.getvalue().decode(), marks, alt, key)
+    svg = _themed(steady(buffer.getvalue().decode()), marks, alt, key)
     if len(svg) <= SVG_LIMIT:
         return Figure(svg, alt, caption, width)
     images = []
