@@ -9,6 +9,7 @@ PRESETS = {
         Rule("*", f"{CODE}: the defaults of CQLConfig"),
         Rule("*", "ours, for data without rewards: goals beside states, rewards in hindsight", dict(goal="concat")),
         Rule("pointmaze-*", "ours: the radius within which OGBench counts a point maze as solved", dict(tolerance=1.0)),
+        Rule("antmaze-*-v0", "ours: the radius within which OGBench counts an ant maze as solved", dict(tolerance=0.5)),
         Rule(
             "antmaze-*-v2",
             f"{CODE}, antmaze: w 5, gap 0.8, best of ten backed up, 5 layers, rewards 10 r - 5",

@@ -11,7 +11,9 @@ PRESETS = {
         Rule("*-play-*", f"{TABLE}: alpha of cube, scene and puzzle, play", dict(alpha=3.0)),
         Rule("*-noisy-*", f"{TABLE}: alpha of cube, scene and puzzle, noisy", dict(alpha=0.1)),
         Rule("pointmaze-*", f"{TABLE}: alpha of pointmaze", dict(alpha=0.03)),
+        Rule("antmaze-*-v0", f"{TABLE}: alpha of antmaze, navigate and stitch", dict(alpha=0.1)),
         Rule("*-stitch-*", f"{TABLE}: actor_p_randomgoal 0.5", dict(actor_p_random=0.5)),
         Rule("pointmaze-giant-*", f"{TABLE}: discount", dict(discount=0.995)),
+        Rule("antmaze-giant-*", f"{TABLE}: discount", dict(discount=0.995)),
     ],
 }

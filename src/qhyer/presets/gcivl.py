@@ -10,5 +10,6 @@ PRESETS = {
         Rule("*", f"{CODE} and {TABLE}: the defaults of GCIVLConfig; alpha is 10 everywhere"),
         Rule("*-stitch-*", f"{TABLE}: actor_p_randomgoal 0.5", dict(actor_p_random=0.5)),
         Rule("pointmaze-giant-*", f"{TABLE}: discount", dict(discount=0.995)),
+        Rule("antmaze-giant-*", f"{TABLE}: discount", dict(discount=0.995)),
     ],
 }

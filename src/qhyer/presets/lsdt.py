@@ -8,6 +8,7 @@ PRESETS = {
     "paper": [
         Rule("*", f"{CODE}: the defaults of LSDTConfig"),
         Rule("pointmaze-*", "ours: the radius within which OGBench counts a point maze as solved", dict(tolerance=1.0)),
+        Rule("antmaze-*-v0", "ours: the radius within which OGBench counts an ant maze as solved", dict(tolerance=0.5)),
         Rule(
             "antmaze-*-v2",
             f"{CODE}: target 100, scale 1000, goals beside states",

@@ -12,5 +12,6 @@ PRESETS = {
         # Not trained on by its authors: their setting for every other dataset.
         Rule("*-noisy-*", "measured nowhere: the setting of the authors' other datasets"),
         Rule("pointmaze-*", "measured nowhere: the setting of the authors' other datasets"),
+        Rule("antmaze-*", "measured nowhere: the setting of the authors' other datasets"),
     ],
 }

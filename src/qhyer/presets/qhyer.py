@@ -58,6 +58,13 @@ PAPER = [
     _row("puzzle-4x4-*", 30, 640, 6, 8, 2e-4, 0.15, 10, 384),
     _row("puzzle-4x5-*", 35, 768, 6, 8, 1e-4, 0.2, 10, 512),
     _row("puzzle-4x6-*", 40, 768, 6, 8, 1e-4, 0.2, 10, 512),
+    # The paper has no row for OGBench's ant mazes.
+    Rule(
+        "antmaze-*-v0",
+        "ours: context, sizes and expectile of the paper's D4RL antmaze-medium rows, the rest as in its OGBench rows",
+        dict(context=3, width=128, layers=3, expectile=0.99),
+    ),
+    Rule("antmaze-giant-*-v0", "ours: OGBench's discount of giant mazes", dict(discount=0.995)),
     # D4RL: batch 256, 100k updates, weight decay, clipping at 0.25, 10k warm-up then cosine; the flow's sizes and
     # the number of heads are not given there: those of cube-single (docs/deviations.md).
     *[

@@ -14,6 +14,7 @@ PRESETS = {
         Rule("*-play-*", f"{TABLE}: alpha of cube, scene and puzzle, play", dict(alpha=0.3)),
         Rule("*-noisy-*", f"{TABLE}: alpha of cube, scene and puzzle, noisy", dict(alpha=0.03)),
         Rule("pointmaze-*", f"{TABLE}: alpha of pointmaze", dict(alpha=0.0003)),
+        Rule("antmaze-*-v0", f"{TABLE}: alpha of antmaze, navigate and stitch", dict(alpha=0.003)),
         Rule("*-stitch-*", f"{TABLE}: actor_p_randomgoal 0.5", dict(actor_p_random=0.5)),
     ],
 }
