@@ -17,7 +17,6 @@ A run is that of a sweep. The variant that changes nothing is the same run in al
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import textwrap
 import tomllib
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from qhyer.errors import UserError
+from qhyer.errors import UserError, did_you_mean
 from qhyer.launch import Launcher
 
 if TYPE_CHECKING:
@@ -84,8 +83,7 @@ def get(name: str) -> Ablation:
     """The ablation of this name, or an error that suggests the nearest one."""
     name = name.replace("_", "-")
     if name not in ablations():
-        near = difflib.get_close_matches(name, ablations(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, ablations())
         raise UserError(f"no ablation is called {name!r}{hint} (there are: {', '.join(ablations())})")
     return ablations()[name]
 

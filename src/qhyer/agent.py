@@ -74,6 +74,8 @@ class Agent(nn.Module, ABC):
     """One algorithm. The file name is the agent's name; `Config` holds its hyperparameters."""
 
     Config: ClassVar[type[AgentConfig]]
+    training_only: ClassVar[tuple[str, ...]] = ()
+    """how the names of weights begin that acting does not read: critics, values, targets"""
 
     def __init__(self, config: AgentConfig, spec: DataSpec) -> None:
         super().__init__()
@@ -103,5 +105,5 @@ class Agent(nn.Module, ABC):
         """
 
     def acting_state(self) -> dict[str, Tensor]:
-        """The part of the state that `act` reads: what an exported model holds. All of it, unless overridden."""
-        return self.state_dict()
+        """The part of the state that `act` reads: what an exported model holds."""
+        return {name: value for name, value in self.state_dict().items() if not name.startswith(self.training_only)}

@@ -20,7 +20,7 @@ os.environ.setdefault("MUJOCO_GL", "disable")
 import tyro
 
 from qhyer import __version__
-from qhyer.errors import UserError
+from qhyer.errors import UserError, did_you_mean
 
 COMMANDS = {
     "demo": "data, QHyer and a baseline trained, evaluated and reported, in minutes on a laptop",
@@ -97,11 +97,7 @@ def _dispatch(args: list[str]) -> int | None:
         "doctor": _doctor,
     }
     if command not in handlers:
-        import difflib
-
-        near = difflib.get_close_matches(command, handlers, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"no command is called {command!r}{hint}\n\n{_usage()}")
+        raise UserError(f"no command is called {command!r}{did_you_mean(command, handlers)}\n\n{_usage()}")
     return handlers[command](rest)
 
 

@@ -50,7 +50,7 @@ def demo(
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each training has a core to itself
     console = Console(highlight=False)
     registered = registry.get(dataset)
-    if not registered.is_maze:
+    if registered.family != "pointmaze":
         raise UserError(f"the demo is made for point mazes, not for {registered.name}")
     episodes = episodes or ROWS // (registered.rows - 1)
     folder = Path(out) / registered.name.removesuffix("-v0")

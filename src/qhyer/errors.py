@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """Something the user can mend. The command line prints the message alone, without a traceback."""
@@ -13,6 +16,12 @@ class DataError(UserError):
 
 class CorruptFile(UserError):
     """A file whose content does not match its checksum."""
+
+
+def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
+    """ "; did you mean X?" with the nearest of the known words, or nothing: for errors about a name."""
+    near = difflib.get_close_matches(word, list(known), n=most)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def require(condition: bool, message: str) -> None:

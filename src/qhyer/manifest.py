@@ -33,7 +33,6 @@ wrong kind and two grids that disagree about one run are errors that name the pl
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import re
 import tomllib
@@ -48,7 +47,7 @@ from qhyer import agents, presets
 from qhyer.agent import AgentConfig
 from qhyer.config import fingerprint, replace, to_dict
 from qhyer.data import registry
-from qhyer.errors import UserError
+from qhyer.errors import UserError, did_you_mean
 from qhyer.evaluate import EvalConfig
 from qhyer.runs import check_device
 from qhyer.train import TrainConfig
@@ -275,9 +274,8 @@ def _near(word: str, options: Iterable[str], place: str, what: str) -> None:
     """An error that suggests the nearest word, unless it is one of the options."""
     options = list(options)
     if word not in options:
-        near = difflib.get_close_matches(word, options, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(options)}"
-        raise UserError(f"{place}: no {what} is called {word!r}; {hint}")
+        hint = did_you_mean(word, options) or f"; there are: {', '.join(options)}"
+        raise UserError(f"{place}: no {what} is called {word!r}{hint}")
 
 
 def _known(values: Mapping[str, Any], keys: Iterable[str], place: str) -> None:

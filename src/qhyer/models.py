@@ -9,7 +9,6 @@ Models are never written to after export: evaluations and pictures of them go to
 
 from __future__ import annotations
 
-import difflib
 import os
 import shlex
 import sys
@@ -26,7 +25,7 @@ from qhyer import agents, checkpoint, runs
 from qhyer.agent import Agent
 from qhyer.config import from_dict
 from qhyer.data.episodes import DataSpec
-from qhyer.errors import CorruptFile, UserError
+from qhyer.errors import CorruptFile, UserError, did_you_mean
 from qhyer.evaluate import EvalConfig, success_rate
 from qhyer.records import EpisodeRow, read_rows
 from qhyer.storage import atomic_directory, read_sealed_json, sha256_file, write_json, write_sealed_json
@@ -216,8 +215,7 @@ def find(name: str | Path) -> Path:
     short = _short(str(name))
     if short in known:
         return known[short]
-    near = difflib.get_close_matches(short, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(short, known)
     looked = ", ".join(dict.fromkeys(str(folder) for folder in folders()))
     there = f"there are {', '.join(known)}" if known else "there are none"
     raise UserError(

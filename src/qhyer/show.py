@@ -177,7 +177,7 @@ def render_main() -> None:
 
 def frames_of(episode: Episode, steps: list[int], width: int, kind: Kind) -> tuple[list[np.ndarray], np.ndarray, str]:
     """Frames, the goal, and in words how they were made."""
-    maze = views.family(episode.environment) == "pointmaze"
+    maze = views.family(episode.environment) in views.MAZES
     if kind == "rendered" and maze:
         raise UserError(f"{episode.environment} is drawn, not rendered: leave out --view rendered")
     if kind == "drawn" or maze:

@@ -19,6 +19,7 @@ INK, SOFT, PAPER, TABLE, WALL, STEEL = "#1b1d21", "#8a9099", "#ffffff", "#f1f3f6
 RED, BLUE, ORANGE, GREEN, PURPLE, WHITE = "#e0424f", "#4f86e0", "#f0a026", "#1fae48", "#9447cc", "#ffffff"
 CUBES = (RED, BLUE, ORANGE, GREEN, PURPLE, "#b5d916", "#cc47a0", "#808080")
 PATH = "#0072b2"
+MAZES = ("pointmaze", "antmaze")
 
 ARM = 19  # entries of an observation before the objects'
 CENTRE, SCALE = np.array([0.425, 0.0, 0.0]), 10.0  # observation = (position - centre) * scale
@@ -28,7 +29,7 @@ DRAWER, WINDOW = (36, 18.0), (38, 15.0)  # of a scene: entry, scale
 
 
 def family(environment: str) -> str | None:
-    """cube, scene, puzzle or pointmaze; None for an environment that is not one of the datasets'."""
+    """cube, scene, puzzle, pointmaze or antmaze; None for an environment that is not one of the datasets'."""
     return next((d.family for d in DATASETS.values() if d.environment == environment), None)
 
 
@@ -74,7 +75,7 @@ class View:
         ax = figure.add_axes((0, 0, 1, 1))
         ax.set(xlim=(left, right), ylim=(low, high))
         ax.set_axis_off()
-        if self.kind == "pointmaze":
+        if self.kind in MAZES:
             self._maze(ax, trail)
         else:
             self._table(ax, trail)
@@ -83,7 +84,7 @@ class View:
         return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
     def _limits(self) -> tuple[float, float, float, float]:
-        if self.kind == "pointmaze":
+        if self.kind in MAZES:
             rows, columns = self.fixed["maze_map"].shape
             unit, (x, y) = float(self.fixed["maze_unit"]), self.fixed["maze_offset"]
             return -0.5 * unit - x, (columns - 0.5) * unit - x, -0.5 * unit - y, (rows - 0.5) * unit - y

@@ -212,10 +212,11 @@ def test_docstring_says_what_it_is(name):
 
 @every_agent
 def test_every_field_is_used(name):
-    """A field that the agent's file never reads is a promise it does not keep."""
+    """A field that neither the agent's file nor what it builds on in `agents/` reads is a promise it does not keep."""
     cls = agents.load(name)
     source = inspect.getsource(inspect.getmodule(cls))
     used = source.split(f"class {cls.__name__}(", 1)[1]
+    used += "".join(inspect.getsource(base) for base in cls.__mro__ if base.__module__.startswith("qhyer.agents."))
     for field in dataclasses.fields(cls.Config):
         if field.name not in ("steps", "batch_size", "learning_rate"):
             assert re.search(rf"\.{field.name}\b", used), field.name

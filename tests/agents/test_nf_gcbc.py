@@ -92,7 +92,8 @@ def test_the_table_is_standard_normal_and_episodes_begin_everywhere(tiny_agent):
 def test_schedule():
     """Up over 500 updates, then a cosine from 3e-4 to 1e-6."""
     agent = runs.build_agent("nf_gcbc", presets.resolve("nf_gcbc", "paper", "scene-play-v0")[0], spec(), 0)
-    rate = lambda step: 3e-4 * agent._schedule(step)
+    schedule = agent.stages()[0].schedule
+    rate = lambda step: 3e-4 * schedule(step)
     assert rate(0) == pytest.approx(3e-4 / 500) and rate(249) == pytest.approx(1.5e-4)
     assert rate(499) == pytest.approx(3e-4) and rate(500) == pytest.approx(3e-4)
     assert rate(500_250) == pytest.approx((3e-4 + 1e-6) / 2) and rate(1_000_000) == pytest.approx(1e-6)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import pkgutil
 
 from qhyer.agent import Agent
-from qhyer.errors import UserError
+from qhyer.errors import UserError, did_you_mean
 
 
 def names() -> list[str]:
@@ -18,8 +17,7 @@ def names() -> list[str]:
 def load(name: str) -> type[Agent]:
     """The agent class of this name, or an error that suggests the nearest one."""
     if name not in names():
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, names())
         raise UserError(f"no agent is called {name!r}{hint} (there are: {', '.join(names())})")
     module = importlib.import_module(f"{__name__}.{name}")
     found = [

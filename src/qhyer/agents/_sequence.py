@@ -13,7 +13,7 @@ learns and rolls out; what would be the same lines in a dozen files stands here 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -21,10 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from qhyer import distributed, losses
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics
+from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
+from qhyer.data.samplers import ReturnWindowSamplerConfig, Rewards
 from qhyer.errors import require
+from qhyer.nn.optim import warm_up, warm_up_cosine
 from qhyer.nn.plain import Critics
+from qhyer.nn.values import frozen
 from qhyer.nn.windows import WindowTokens
 
 Goal = Literal["concat", "none"]
@@ -87,22 +90,6 @@ def state_width(spec: DataSpec, goal: Goal) -> int:
     return spec.observation_dim + (spec.goal_dim if goal == "concat" else 0)
 
 
-def warm_up(updates: int) -> Callable[[int], float] | None:
-    """The learning rate rises linearly, then stays."""
-    return (lambda step: min(1.0, (step + 1) / updates)) if updates else None
-
-
-def warm_up_cosine(updates: int, total: int) -> Callable[[int], float]:
-    """It rises linearly, then falls to zero along a cosine."""
-
-    def factor(step: int) -> float:
-        if step < updates:
-            return (step + 1) / updates
-        return 0.5 * (1.0 + math.cos(math.pi * (step - updates) / max(1, total - updates)))
-
-    return factor
-
-
 class Window(NamedTuple):
     """The steps of an episode the model sees. While acting the current one is last, its action zero and not read."""
 
@@ -158,6 +145,7 @@ class ReturnToGo(nn.Module):
 class SequenceAgent(Agent):
     config: SequenceConfig
     ask: ReturnToGo
+    optimizer: torch.optim.Optimizer
 
     @property
     def acting_context(self) -> int:
@@ -176,6 +164,38 @@ class SequenceAgent(Agent):
         """A batch as the model sees it."""
         states = self.states(batch["observations"], batch["goals"])
         return Window(states, self.ask(batch), batch["actions"], batch["times"])
+
+    def stages(self) -> tuple[Stage, ...]:
+        return self.learn(self.optimizer)
+
+    def learn(
+        self,
+        *optimizers: torch.optim.Optimizer,
+        name: str = "model",
+        rewards: tuple[float, float] = (1.0, 0.0),
+        ahead: int = 0,
+        cosine: bool = False,
+    ) -> tuple[Stage, ...]:
+        """One stage on windows: everything at once. rewards: their scale and shift; ahead: rows after the window."""
+        config = self.config
+        worth = Rewards(config.tolerance, config.dataset_rewards, *rewards)
+        return (
+            Stage(
+                name,
+                config.steps,
+                config.batch_size,
+                ReturnWindowSamplerConfig(config.context, worth, config.p_random, ahead),
+                self.loss,
+                optimizers,
+                grad_clip=config.grad_clip,
+                schedule=warm_up_cosine(config.warmup, config.steps) if cosine else warm_up(config.warmup),
+                after_step=self.ask.after_step,
+            ),
+        )
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """On windows of `learn`'s sampler."""
 
     # ---------------------------------------------------------------------------------------------- acting
 
@@ -256,7 +276,20 @@ class ReturnConditioned(SequenceAgent):
 class ChoosesByValue(ReturnConditioned):
     """Return-conditioned, with twin critics: of the actions for several target returns, the one they like best."""
 
+    critic: Critics
     target_critic: Critics
+
+    def climb(self, states: Tensor, actions: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        """-E[Q_i(s, a-hat)] / E|Q_j|, i and j the critics in an order that a coin decides, and E[min_j Q_j] to report.
+
+        No gradient enters the critics. Divided by the other's magnitude, Q's scale does not matter.
+        """
+        with frozen(self.critic):
+            q = self.critic(states, actions)  # (2, B, K)
+        first = torch.rand((), device=q.device) < 0.5
+        climbed, other = torch.where(first, q[0], q[1]), torch.where(first, q[1], q[0])
+        size = distributed.mean(losses.masked_mean(other.detach().abs(), share)).clamp(min=1e-6)
+        return -losses.masked_mean(climbed, share) / size, losses.masked_mean(q.detach().amin(0), share)
 
     @torch.no_grad()
     def choose(

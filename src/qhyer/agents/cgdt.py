@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from qhyer import losses
 from qhyer.agent import Batch, Metrics, Stage
-from qhyer.agents._sequence import ReturnConditioned, ReturnToGo, SequenceConfig, heads_fit, state_width, warm_up
+from qhyer.agents._sequence import ReturnConditioned, ReturnToGo, SequenceConfig, heads_fit, state_width
 from qhyer.data.episodes import DataSpec
-from qhyer.data.samplers import ReturnWindowSamplerConfig, Rewards
 from qhyer.errors import require
 from qhyer.nn.backbones import gpt
 from qhyer.nn.optim import adamw
@@ -62,6 +61,7 @@ class CGDTConfig(SequenceConfig):
 
 class CGDT(ReturnConditioned):
     Config = CGDTConfig
+    training_only = ("critic.",)
     config: CGDTConfig
 
     def __init__(self, config: CGDTConfig, spec: DataSpec) -> None:
@@ -113,22 +113,4 @@ class CGDT(ReturnConditioned):
         return critic + policy, metrics | more
 
     def stages(self) -> tuple[Stage, ...]:
-        config = self.config
-        rewards = Rewards(config.tolerance, config.dataset_rewards)
-        return (
-            Stage(
-                "joint",
-                config.steps,
-                config.batch_size,
-                ReturnWindowSamplerConfig(config.context, rewards, config.p_random),
-                self.loss,
-                self.optimizers,
-                grad_clip=config.grad_clip,
-                schedule=warm_up(config.warmup),
-                after_step=self.ask.after_step,
-            ),
-        )
-
-    def acting_state(self) -> dict[str, Tensor]:
-        """The policy alone."""
-        return {name: value for name, value in super().acting_state().items() if not name.startswith("critic.")}
+        return self.learn(*self.optimizers, name="joint")

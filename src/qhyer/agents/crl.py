@@ -52,6 +52,7 @@ class CRLConfig(AgentConfig):
 
 class CRL(Agent):
     Config = CRLConfig
+    training_only = ("critic.", "value.")
     config: CRLConfig
 
     def __init__(self, config: CRLConfig, spec: DataSpec) -> None:
@@ -117,8 +118,3 @@ class CRL(Agent):
     @torch.no_grad()
     def act(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
         return self.actor(torch.cat([observation, goal], dim=-1)).clamp(-1.0, 1.0), None
-
-    def acting_state(self) -> dict[str, Tensor]:
-        """The actor: it reads no critic."""
-        skipped = ("critic.", "value.")
-        return {name: value for name, value in super().acting_state().items() if not name.startswith(skipped)}

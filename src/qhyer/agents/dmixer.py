@@ -18,10 +18,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from qhyer.agent import Batch, Metrics, Stage
-from qhyer.agents._sequence import ReturnConditioned, ReturnToGo, SequenceConfig, heads_fit, state_width, warm_up
+from qhyer.agent import Batch, Metrics
+from qhyer.agents._sequence import ReturnConditioned, ReturnToGo, SequenceConfig, heads_fit, state_width
 from qhyer.data.episodes import DataSpec
-from qhyer.data.samplers import ReturnWindowSamplerConfig, Rewards
 from qhyer.errors import require
 from qhyer.nn.backbones import Trunk, routed
 from qhyer.nn.optim import adamw
@@ -68,20 +67,3 @@ class DMixer(ReturnConditioned):
         h, guess = self.trunk.with_loss(self.tokenize(*self.window(batch)))
         loss, metrics = self.imitation(batch, self.action_head(self.read(h)))
         return loss + guess, metrics | {"router/guess": guess.detach()}
-
-    def stages(self) -> tuple[Stage, ...]:
-        config = self.config
-        rewards = Rewards(config.tolerance, config.dataset_rewards)
-        return (
-            Stage(
-                "model",
-                config.steps,
-                config.batch_size,
-                ReturnWindowSamplerConfig(config.context, rewards, config.p_random),
-                self.loss,
-                (self.optimizer,),
-                grad_clip=config.grad_clip,
-                schedule=warm_up(config.warmup),
-                after_step=self.ask.after_step,
-            ),
-        )

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from qhyer.agent import Stage
-from qhyer.agents._sequence import ReturnConditioned, ReturnToGo, SequenceConfig, heads_fit, state_width, warm_up
+from qhyer.agents._sequence import ReturnConditioned, ReturnToGo, SequenceConfig, heads_fit, state_width
 from qhyer.data.episodes import DataSpec
-from qhyer.data.samplers import ReturnWindowSamplerConfig, Rewards
 from qhyer.nn.backbones import gpt
 from qhyer.nn.optim import adamw
 from qhyer.nn.windows import WindowTokens
@@ -47,20 +45,3 @@ class DT(ReturnConditioned):
         self.trunk = gpt(d, config.layers, config.heads, config.dropout, nn.ReLU)
         self.action_head = nn.Sequential(nn.Linear(d, spec.action_dim), nn.Tanh())
         self.optimizer = adamw(self.parameters(), config.learning_rate, config.weight_decay)
-
-    def stages(self) -> tuple[Stage, ...]:
-        config = self.config
-        rewards = Rewards(config.tolerance, config.dataset_rewards)
-        return (
-            Stage(
-                "model",
-                config.steps,
-                config.batch_size,
-                ReturnWindowSamplerConfig(config.context, rewards, config.p_random),
-                self.loss,
-                (self.optimizer,),
-                grad_clip=config.grad_clip,
-                schedule=warm_up(config.warmup),
-                after_step=self.ask.after_step,
-            ),
-        )

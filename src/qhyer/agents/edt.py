@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qhyer import losses
-from qhyer.agent import Batch, Memory, Metrics, Stage
-from qhyer.agents._sequence import ReturnToGo, SequenceAgent, SequenceConfig, Window, heads_fit, state_width, warm_up
+from qhyer.agent import Batch, Memory, Metrics
+from qhyer.agents._sequence import ReturnToGo, SequenceAgent, SequenceConfig, Window, heads_fit, state_width
 from qhyer.data.episodes import DataSpec
-from qhyer.data.samplers import ReturnWindowSamplerConfig, Rewards
 from qhyer.errors import require
 from qhyer.nn.backbones import Block, FirstReturnAttention, Trunk
 from qhyer.nn.optim import adamw
@@ -62,6 +61,7 @@ class EDTConfig(SequenceConfig):
 
 class EDT(SequenceAgent):
     Config = EDTConfig
+    training_only = ("state_head.",)
     config: EDTConfig
 
     def __init__(self, config: EDTConfig, spec: DataSpec) -> None:
@@ -113,23 +113,6 @@ class EDT(SequenceAgent):
         total = sum(w * part for w, part in zip(weights, parts.values()))
         return torch.as_tensor(total), {name: part.detach() for name, part in parts.items()}
 
-    def stages(self) -> tuple[Stage, ...]:
-        config = self.config
-        rewards = Rewards(config.tolerance, config.dataset_rewards)
-        return (
-            Stage(
-                "model",
-                config.steps,
-                config.batch_size,
-                ReturnWindowSamplerConfig(config.context, rewards, config.p_random),
-                self.loss,
-                (self.optimizer,),
-                grad_clip=config.grad_clip,
-                schedule=warm_up(config.warmup),
-                after_step=self.ask.after_step,
-            ),
-        )
-
     def promising(self, at_state: Tensor) -> Tensor:
         """Outputs at states (n, T, d) -> the bin to ask for there: likely, and high."""
         logits = self.bin_head(at_state)
@@ -158,7 +141,3 @@ class EDT(SequenceAgent):
         asked = bins[best, rows] / (self.config.bins - 1) * self.ask.target()
         window = window._replace(returns=torch.cat([window.returns[:, :-1], asked[:, None]], dim=1))
         return action, self.remember(window, observation, goal, action, memory)
-
-    def acting_state(self) -> dict[str, Tensor]:
-        """All but the head that predicts states."""
-        return {name: value for name, value in super().acting_state().items() if not name.startswith("state_head.")}

@@ -59,6 +59,7 @@ class GCIQLConfig(AgentConfig):
 
 class GCIQL(Agent):
     Config = GCIQLConfig
+    training_only = ("value.", "critic.", "target_critic.")
     config: GCIQLConfig
 
     def __init__(self, config: GCIQLConfig, spec: DataSpec) -> None:
@@ -132,8 +133,3 @@ class GCIQL(Agent):
     @torch.no_grad()
     def act(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
         return self.actor(torch.cat([observation, goal], dim=-1)).clamp(-1.0, 1.0), None
-
-    def acting_state(self) -> dict[str, Tensor]:
-        """The actor: it reads neither V nor Q."""
-        skipped = ("value.", "critic.", "target_critic.")
-        return {name: value for name, value in super().acting_state().items() if not name.startswith(skipped)}

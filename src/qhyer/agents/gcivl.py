@@ -56,6 +56,7 @@ class GCIVLConfig(AgentConfig):
 
 class GCIVL(Agent):
     Config = GCIVLConfig
+    training_only = ("value.", "target_value.")
     config: GCIVLConfig
 
     def __init__(self, config: GCIVLConfig, spec: DataSpec) -> None:
@@ -118,8 +119,3 @@ class GCIVL(Agent):
     @torch.no_grad()
     def act(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
         return self.actor(torch.cat([observation, goal], dim=-1)).clamp(-1.0, 1.0), None
-
-    def acting_state(self) -> dict[str, Tensor]:
-        """The actor: it reads neither value."""
-        skipped = ("value.", "target_value.")
-        return {name: value for name, value in super().acting_state().items() if not name.startswith(skipped)}

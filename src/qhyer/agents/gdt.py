@@ -17,10 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qhyer.agent import Stage
-from qhyer.agents._sequence import ReturnConditioned, ReturnToGo, SequenceConfig, heads_fit, state_width, warm_up
+from qhyer.agents._sequence import ReturnConditioned, ReturnToGo, SequenceConfig, heads_fit, state_width
 from qhyer.data.episodes import DataSpec
-from qhyer.data.samplers import ReturnWindowSamplerConfig, Rewards
 from qhyer.nn.backbones import graph
 from qhyer.nn.optim import adamw
 from qhyer.nn.windows import WindowTokens
@@ -53,20 +51,3 @@ class GDT(ReturnConditioned):
     def read(self, h: Tensor) -> Tensor:
         """The action sees its two causes, side by side: (B, T, 2 d)."""
         return torch.cat([self.tokens.read(h, "state"), self.tokens.read(h, "return")], dim=-1)
-
-    def stages(self) -> tuple[Stage, ...]:
-        config = self.config
-        rewards = Rewards(config.tolerance, config.dataset_rewards)
-        return (
-            Stage(
-                "model",
-                config.steps,
-                config.batch_size,
-                ReturnWindowSamplerConfig(config.context, rewards, config.p_random),
-                self.loss,
-                (self.optimizer,),
-                grad_clip=config.grad_clip,
-                schedule=warm_up(config.warmup),
-                after_step=self.ask.after_step,
-            ),
-        )

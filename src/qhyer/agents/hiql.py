@@ -70,6 +70,7 @@ class HIQLConfig(AgentConfig):
 
 class HIQL(Agent):
     Config = HIQLConfig
+    training_only = ("phi.", "value.", "target_value.")  # phi, too: the high actor has learnt to name its values
     config: HIQLConfig
 
     def __init__(self, config: HIQLConfig, spec: DataSpec) -> None:
@@ -168,8 +169,3 @@ class HIQL(Agent):
         """A new subgoal at every step, put back on the sphere where phi lives; then the action towards it."""
         z = to_sphere(self.high_actor(torch.cat([observation, goal], dim=-1)))  # (n, d_z)
         return self.low_actor(torch.cat([observation, z], dim=-1)).clamp(-1.0, 1.0), None
-
-    def acting_state(self) -> dict[str, Tensor]:
-        """The two actors: acting reads neither the value nor phi, which the high actor has learnt to name."""
-        skipped = ("phi.", "value.", "target_value.")
-        return {name: value for name, value in super().acting_state().items() if not name.startswith(skipped)}

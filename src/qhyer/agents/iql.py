@@ -68,6 +68,7 @@ class IQLConfig(AgentConfig):
 
 class IQL(Agent):
     Config = IQLConfig
+    training_only = ("value.", "critic.", "target_critic.", "log_std")
     config: IQLConfig
 
     def __init__(self, config: IQLConfig, spec: DataSpec) -> None:
@@ -123,8 +124,3 @@ class IQL(Agent):
     @torch.no_grad()
     def act(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
         return self.actor(self.state(observation, goal)), None
-
-    def acting_state(self) -> dict[str, Tensor]:
-        """The policy: it reads neither V nor Q, nor its own deviations."""
-        skipped = ("value.", "critic.", "target_critic.", "log_std")
-        return {name: value for name, value in super().acting_state().items() if not name.startswith(skipped)}

@@ -24,10 +24,8 @@ from qhyer.agents._sequence import (
     SequenceConfig,
     heads_fit,
     state_width,
-    warm_up_cosine,
 )
 from qhyer.data.episodes import DataSpec
-from qhyer.data.samplers import ReturnWindowSamplerConfig, Rewards
 from qhyer.errors import require
 from qhyer.nn.backbones import long_short
 from qhyer.nn.optim import adamw
@@ -68,18 +66,4 @@ class LSDT(ReturnConditioned):
         self.optimizer = adamw(self.parameters(), config.learning_rate, config.weight_decay)
 
     def stages(self) -> tuple[Stage, ...]:
-        config = self.config
-        rewards = Rewards(config.tolerance, config.dataset_rewards)
-        return (
-            Stage(
-                "model",
-                config.steps,
-                config.batch_size,
-                ReturnWindowSamplerConfig(config.context, rewards, config.p_random),
-                self.loss,
-                (self.optimizer,),
-                grad_clip=config.grad_clip,
-                schedule=warm_up_cosine(config.warmup, config.steps),
-                after_step=self.ask.after_step,
-            ),
-        )
+        return self.learn(self.optimizer, cosine=True)

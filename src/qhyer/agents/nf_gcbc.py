@@ -12,7 +12,6 @@ layers of a coupling have 256 units (320 and 256 in that file); PyTorch's initia
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +24,7 @@ from qhyer.data.samplers import TransitionSamplerConfig
 from qhyer.errors import require
 from qhyer.losses import gaussian_nll
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
-from qhyer.nn.optim import adamw
+from qhyer.nn.optim import adamw, warm_up_cosine
 
 TABLE = 4096  # rows of noise for acting: longer than an episode, so that none repeats within one
 
@@ -99,15 +98,6 @@ class NFGCBC(Agent):
         loss = (gaussian_nll(torch.zeros_like(z), z) - log_det).mean()
         return loss, {"actor/nll": loss.detach(), "actor/latent_square": z.detach().square().mean()}
 
-    def _schedule(self, step: int) -> float:
-        """Linear from zero, then a cosine down to the final rate: a factor on the learning rate."""
-        config = self.config
-        if step < config.warmup:
-            return (step + 1) / config.warmup
-        progress = min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
-        end = config.final_rate / config.learning_rate
-        return end + (1.0 - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
     def stages(self) -> tuple[Stage, ...]:
         config = self.config
         sampler = TransitionSamplerConfig(p_trajectory=1.0, discount=config.discount)
@@ -119,7 +109,7 @@ class NFGCBC(Agent):
                 sampler,
                 self.loss,
                 (self.optimizer,),
-                schedule=self._schedule,
+                schedule=warm_up_cosine(config.warmup, config.steps, config.final_rate / config.learning_rate),
             ),
         )
 

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from qhyer.agent import Batch, Metrics, Stage
-from qhyer.agents._sequence import ReturnConditioned, ReturnToGo, SequenceConfig, heads_fit, state_width, warm_up
+from qhyer.agents._sequence import ReturnConditioned, ReturnToGo, SequenceConfig, heads_fit, state_width
 from qhyer.data.episodes import DataSpec
-from qhyer.data.samplers import ReturnWindowSamplerConfig, Rewards
 from qhyer.errors import require
 from qhyer.nn.backbones import gpt
 from qhyer.nn.conservative import Conservative
@@ -78,6 +77,7 @@ def sweep(values: Tensor, rewards: Tensor, returns: Tensor, valid: Tensor) -> Te
 
 class QDT(ReturnConditioned):
     Config = QDTConfig
+    training_only = ("learner.",)
     config: QDTConfig
 
     def __init__(self, config: QDTConfig, spec: DataSpec) -> None:
@@ -136,22 +136,4 @@ class QDT(ReturnConditioned):
         return loss + value, metrics | renamed
 
     def stages(self) -> tuple[Stage, ...]:
-        config = self.config
-        rewards = Rewards(config.tolerance, config.dataset_rewards)
-        return (
-            Stage(
-                "joint",
-                config.steps,
-                config.batch_size,
-                ReturnWindowSamplerConfig(config.context, rewards, config.p_random, ahead=config.sweep),
-                self.loss,
-                self.optimizers,
-                grad_clip=config.grad_clip,
-                schedule=warm_up(config.warmup),
-                after_step=self.ask.after_step,
-            ),
-        )
-
-    def acting_state(self) -> dict[str, Tensor]:
-        """The model alone."""
-        return {name: value for name, value in super().acting_state().items() if not name.startswith("learner.")}
+        return self.learn(*self.optimizers, name="joint", ahead=self.config.sweep)

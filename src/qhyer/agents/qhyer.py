@@ -28,7 +28,7 @@ from qhyer.nn import contrastive, cvae
 from qhyer.nn.bits import Bits
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
 from qhyer.nn.hybrid import Backbone, HybridDecoder
-from qhyer.nn.optim import adamw
+from qhyer.nn.optim import adamw, warm_up, warm_up_cosine
 from qhyer.nn.streams import concurrently
 from qhyer.nn.tokens import Tokenization, Tokens
 
@@ -166,6 +166,7 @@ class QHyerConfig(AgentConfig):
 
 class QHyer(Agent):
     Config = QHyerConfig
+    training_only = ("critic.",)
     config: QHyerConfig
 
     def __init__(self, config: QHyerConfig, spec: DataSpec) -> None:
@@ -203,7 +204,7 @@ class QHyer(Agent):
         self.q_head = nn.Linear(d, 1) if config.conditioning != "none" else None
         mixture = config.action_head != "gaussian"
         noise = torch.randn(config.candidates, spec.action_dim, generator=torch.Generator().manual_seed(0))
-        noise[::2] = 0.0
+        noise[::2] = 0.0  # every other candidate is a mean
         self.register_buffer("draws", 0.5 * noise, persistent=False)
         self.action_head = nn.Linear(d, config.mixtures * (1 + 2 * spec.action_dim) if mixture else spec.action_dim)
         # Mean |Q| of the data, running: the batch mean of the paper's Q normalisation does not exist when acting.
@@ -398,14 +399,6 @@ class QHyer(Agent):
         total = config.weight_bc * bc + config.weight_q * regression + config.weight_critic * nll
         return total, metrics | critic_metrics
 
-    def _schedule(self, step: int) -> float:
-        config = self.config
-        factor = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
-        if config.cosine and step >= config.warmup:
-            progress = (step - config.warmup) / max(1, config.steps - config.warmup)
-            factor *= 0.5 * (1.0 + math.cos(math.pi * progress))
-        return factor
-
     def stages(self) -> tuple[Stage, ...]:
         config = self.config
         sampler = WindowSamplerConfig(
@@ -425,7 +418,7 @@ class QHyer(Agent):
                 self.loss,
                 self.optimizers,
                 grad_clip=config.grad_clip,
-                schedule=self._schedule if config.warmup or config.cosine else None,
+                schedule=warm_up_cosine(config.warmup, config.steps) if config.cosine else warm_up(config.warmup),
             ),
         )
 
@@ -466,10 +459,8 @@ class QHyer(Agent):
         return action, {key: value[:, -keep:] for key, value in after.items()}
 
     def acting_state(self) -> dict[str, Tensor]:
-        """All but the critic: acting reads Q-hat alone."""
-        if self.config.action_head == "best_of_mixture":
-            return super().acting_state()
-        return {name: value for name, value in super().acting_state().items() if not name.startswith("critic.")}
+        """All but the critic, since acting reads Q-hat alone, unless the critic chooses."""
+        return self.state_dict() if self.config.action_head == "best_of_mixture" else super().acting_state()
 
     def _best_action(
         self, observation: Tensor, goal: Tensor, logits: Tensor, means: Tensor, log_stds: Tensor

@@ -65,6 +65,7 @@ class QRLConfig(AgentConfig):
 
 class QRL(Agent):
     Config = QRLConfig
+    training_only = ("metric.", "dynamics.", "log_dual")
     config: QRLConfig
 
     def __init__(self, config: QRLConfig, spec: DataSpec) -> None:
@@ -161,8 +162,3 @@ class QRL(Agent):
     @torch.no_grad()
     def act(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
         return self.actor(torch.cat([observation, goal], dim=-1)).clamp(-1.0, 1.0), None
-
-    def acting_state(self) -> dict[str, Tensor]:
-        """The actor: it reads no distance."""
-        skipped = ("metric.", "dynamics.", "log_dual")
-        return {name: value for name, value in super().acting_state().items() if not name.startswith(skipped)}

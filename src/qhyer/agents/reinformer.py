@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from qhyer import distributed, losses
 from qhyer.agent import Batch, Memory, Metrics, Stage
-from qhyer.agents._sequence import ReturnToGo, SequenceAgent, SequenceConfig, heads_fit, state_width, warm_up
+from qhyer.agents._sequence import ReturnToGo, SequenceAgent, SequenceConfig, heads_fit, state_width
 from qhyer.data.episodes import DataSpec
-from qhyer.data.samplers import ReturnWindowSamplerConfig, Rewards
 from qhyer.errors import require
 from qhyer.nn.backbones import gpt
 from qhyer.nn.optim import adamw
@@ -108,20 +107,8 @@ class Reinformer(SequenceAgent):
         return loss, {name: metric.detach() for name, metric in metrics.items()}
 
     def stages(self) -> tuple[Stage, ...]:
-        config = self.config
-        rewards = Rewards(config.tolerance, config.dataset_rewards, config.reward_scale, config.reward_shift)
-        return (
-            Stage(
-                "model",
-                config.steps,
-                config.batch_size,
-                ReturnWindowSamplerConfig(config.context, rewards, config.p_random),
-                self.loss,
-                (self.optimizer, self.temperature_optimizer),
-                grad_clip=config.grad_clip,
-                schedule=warm_up(config.warmup),
-                after_step=self.ask.after_step,
-            ),
+        return self.learn(
+            self.optimizer, self.temperature_optimizer, rewards=(self.config.reward_scale, self.config.reward_shift)
         )
 
     @torch.no_grad()

@@ -20,16 +20,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qhyer import distributed, losses
+from qhyer import losses
 from qhyer.agent import Batch, Memory, Metrics, Stage
-from qhyer.agents._sequence import ChoosesByValue, ReturnToGo, SequenceConfig, heads_fit, state_width, warm_up
+from qhyer.agents._sequence import ChoosesByValue, ReturnToGo, SequenceConfig, heads_fit, state_width
 from qhyer.data.episodes import DataSpec
-from qhyer.data.samplers import ReturnWindowSamplerConfig, Rewards
 from qhyer.errors import require
 from qhyer.nn.backbones import gpt
 from qhyer.nn.optim import adamw
 from qhyer.nn.plain import Critics
-from qhyer.nn.values import follow, frozen, target_of
+from qhyer.nn.values import follow, target_of
 from qhyer.nn.windows import WindowTokens
 
 
@@ -72,6 +71,7 @@ class VDTConfig(SequenceConfig):
 
 class VDT(ChoosesByValue):
     Config = VDTConfig
+    training_only = ("value.", "critic.")  # the target critics choose
     config: VDTConfig
 
     def __init__(self, config: VDTConfig, spec: DataSpec) -> None:
@@ -120,41 +120,17 @@ class VDT(ChoosesByValue):
         _, metrics = self.imitation(batch, actions.detach())
         weight = losses.awr_weight(advantage, self.config.temperature)
         imitation = losses.masked_mean(weight * losses.mse(actions - batch["actions"]).mean(-1), share)
-        with frozen(self.critic):
-            q = self.critic(window.states, actions)  # (2, B, K)
-        first = torch.rand((), device=q.device) < 0.5
-        climbed, other = torch.where(first, q[0], q[1]), torch.where(first, q[1], q[0])
-        size = distributed.mean(losses.masked_mean(other.detach().abs(), share)).clamp(min=1e-6)
-        climb = -losses.masked_mean(climbed, share) / size
+        climb, q = self.climb(window.states, actions, share)
         more = {
             "actor/weighted": imitation.detach(),
             "actor/weight": losses.masked_mean(weight, share),
-            "actor/q": losses.masked_mean(q.detach().amin(0), share),
+            "actor/q": q,
         }
         return values + imitation + self.config.eta * climb, metrics | value_metrics | more
 
     def stages(self) -> tuple[Stage, ...]:
-        config = self.config
-        rewards = Rewards(config.tolerance, config.dataset_rewards, shift=config.reward_shift)
-        return (
-            Stage(
-                "joint",
-                config.steps,
-                config.batch_size,
-                ReturnWindowSamplerConfig(config.context, rewards, config.p_random),
-                self.loss,
-                self.optimizers,
-                grad_clip=config.grad_clip,
-                schedule=warm_up(config.warmup),
-                after_step=self.ask.after_step,
-            ),
-        )
+        return self.learn(*self.optimizers, name="joint", rewards=(1.0, self.config.reward_shift))
 
     def act(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
         """Several target returns; of their actions the one with the highest min_j Q'_j."""
         return self.choose(observation, goal, memory, self.config.candidates)
-
-    def acting_state(self) -> dict[str, Tensor]:
-        """The actor and the target critics, which choose."""
-        skipped = ("value.", "critic.")
-        return {name: value for name, value in super().acting_state().items() if not name.startswith(skipped)}

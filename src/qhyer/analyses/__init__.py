@@ -17,13 +17,12 @@ a name is an underscore: `qhyer analyze gridworld-density` is gridworld_density.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import pkgutil
 from typing import Any, Protocol
 
-from qhyer.errors import UserError
+from qhyer.errors import UserError, did_you_mean
 
 NOT_ANALYSES = {"commands"}
 
@@ -46,8 +45,7 @@ def load(name: str) -> Analysis:
     """The analysis of this name, or an error that suggests the nearest one."""
     name = name.replace("-", "_")
     if name not in names():
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, names())
         raise UserError(f"no analysis is called {name!r}{hint} (there are: {', '.join(names())})")
     return importlib.import_module(f"{__name__}.{name}")
 

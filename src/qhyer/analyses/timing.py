@@ -37,11 +37,9 @@ from qhyer.config import replace
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
 from qhyer.errors import UserError, require
-from qhyer.lane import Lane
 from qhyer.progress import Progress
 from qhyer.rng import stream_seed
 from qhyer.train import SMALL, torch_settings
-from qhyer.update import GraphedUpdate, Update, capture_for, is_capturable, random_generators
 
 NAME = "timing"
 BATCH = 256
@@ -82,20 +80,9 @@ class Part(Training):
     """Updates of one of the agent's two halves alone, as the trainer runs them."""
 
     def __init__(self, agent: Any, stage: Stage, episodes: Episodes, precision: str, graph: bool) -> None:
-        device = episodes.device
         self.plain, self.step, self.agent = False, 0, agent
-        self.lane = Lane(device, stream_seed(0, "analysis", NAME, stage.name))
-        generator = torch.Generator(device).manual_seed(stream_seed(0, "analysis", NAME, stage.name, "data"))
-        with self.lane.turn():
-            sampler = stage.sampler.build(episodes, generator)
-            capture = capture_for(device, generator) if graph else None
-            if capture is not None and all(map(is_capturable, stage.optimizers)):
-                generators = random_generators(generator, device)
-                self.update: Update = GraphedUpdate(
-                    agent, stage, sampler, precision, device, capture, generators, common.note
-                )
-            else:
-                self.update = Update(agent, stage, sampler, precision, device)
+        stream = ("analysis", NAME, stage.name)
+        self.begin(stage, episodes, precision, graph, stream_seed(0, *stream), stream_seed(0, *stream, "data"))
 
 
 def stages(agent: Any, batch: int) -> dict[str, Stage]:

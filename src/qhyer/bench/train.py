@@ -23,7 +23,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from qhyer import presets, runs
-from qhyer.agent import AgentConfig
+from qhyer.agent import AgentConfig, Stage
 from qhyer.bench import common
 from qhyer.bench.common import BenchRow, Ceilings
 from qhyer.config import replace
@@ -61,9 +61,14 @@ class Training:
         self.plain = plain
         self.step = 0
         self.agent = runs.build_agent(agent, config, episodes.spec(), seed).to(device).train()
-        self.lane = Lane(device, stream_seed(seed, "train"))
-        generator = torch.Generator(device).manual_seed(stream_seed(seed, "data"))
         stage = max(self.agent.stages(), key=lambda stage: stage.steps)
+        self.begin(stage, episodes, precision, graph, stream_seed(seed, "train"), stream_seed(seed, "data"))
+
+    def begin(self, stage: Stage, episodes: Episodes, precision: str, graph: bool, lane: int, data: int) -> None:
+        """Makes the update of this stage, captured where it can be; `lane` and `data` seed its streams of chance."""
+        device = episodes.device
+        self.lane = Lane(device, lane)
+        generator = torch.Generator(device).manual_seed(data)
         with self.lane.turn():
             sampler = stage.sampler.build(episodes, generator)
             capture = capture_for(device, generator) if graph else None

@@ -1,10 +1,10 @@
-"""The commands `qhyer data generate | check | info | convert | list`. Each returns the process's exit code."""
+"""The commands `qhyer data generate | check | info | convert | list | ant`. Each returns the process's exit code."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -14,6 +14,7 @@ from rich.table import Table
 from qhyer.data import check as checks
 from qhyer.data import hdf5, registry
 from qhyer.data.episodes import FILES, HDF5, goal_columns, goal_rewards, read_arrays, read_npz, stored_goal
+from qhyer.data.generate.ant_config import AntConfig
 from qhyer.data.generate.runner import generate as run_generation
 from qhyer.errors import DataError, UserError
 from qhyer.launch import Launcher
@@ -27,6 +28,7 @@ def generate(
     workers: int | None = None,
     out: Path | None = None,
     overwrite: bool = False,
+    ant: Path | None = None,
     launcher: Launcher = "local",
     address: str | None = None,
 ) -> int:
@@ -39,6 +41,7 @@ def generate(
         workers: processes; one for each core if not given (ray: as many as the cluster has room for)
         out: folder to write to; $QHYER_DATA or ./data if not given
         overwrite: replace a file that was made with other settings
+        ant: antmaze only: the folder of the ant that walks (`qhyer data ant`); the package's own if not given
         launcher: local, or ray: episodes are made on a Ray cluster and written here, the same bytes (docs/scale.md)
         address: the Ray cluster's; $RAY_ADDRESS, or the one running here, if not given
     """
@@ -54,6 +57,7 @@ def generate(
                 seed=seed,
                 workers=workers,
                 overwrite=overwrite,
+                ant=ant,
                 launcher=launcher,
                 address=address,
             )
@@ -224,6 +228,34 @@ def list_() -> int:
         rows = dataset.episodes * dataset.rows
         table.add_row(dataset.name, f"{dataset.episodes:,}", f"{rows:,}", str(len(dataset.goal_indices)), place)
     Console(highlight=False).print(table)
+    return 0
+
+
+_ANT = AntConfig()
+
+
+def ant(
+    *,
+    config: Annotated[AntConfig, tyro.conf.arg(name="")] = _ANT,
+    out: Path = Path("ant"),
+    overwrite: bool = False,
+) -> int:
+    """Train the ant that walks in ant mazes, with stable-baselines3's SAC (needs qhyer[ant]); an hour on a core.
+
+    Args:
+        config: how it is trained
+        out: folder to write the best ant so far to, after each evaluation
+        overwrite: replace an ant that is there
+    """
+    from qhyer.data.generate import ant as ants
+    from qhyer.data.generate.ant_training import train
+
+    train(config, out, overwrite=overwrite)
+    walked = ants.about(out)["walked"]
+    Console(highlight=False, soft_wrap=True).print(
+        f"wrote {out}: reaches {100 * walked['reached']:.0f} % of goals four cells away, "
+        f"{walked['steps_per_cell']:.1f} steps a cell; `qhyer data generate NAME --ant {out}` uses it"
+    )
     return 0
 
 

@@ -6,14 +6,13 @@ the choices it leaves open named in docs/deviations.md. Names are accepted with 
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from qhyer.data.episodes import FILES, Episodes
-from qhyer.errors import UserError
+from qhyer.errors import UserError, did_you_mean
 
 Kind = Literal["play", "noisy", "navigate", "stitch", "waypoint"]
 RADIUS = 0.5  # of the task's goal, where there is one: D4RL's
@@ -104,8 +103,7 @@ def get(name: str) -> Dataset:
     for full in (name, f"{name}-v0", f"{name}-v1"):
         if full in DATASETS:
             return DATASETS[full]
-    near = difflib.get_close_matches(name, DATASETS, n=3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    hint = did_you_mean(name, DATASETS, most=3)
     raise UserError(f"no dataset is called {name!r}{hint} (`qhyer list datasets` names them all)")
 
 

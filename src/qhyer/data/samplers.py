@@ -190,16 +190,31 @@ class WindowSamplerConfig:
         return WindowSampler(self, episodes, generator)
 
 
+class Windows:
+    """Where windows of K steps lie, and a draw of them."""
+
+    def __init__(self, episodes: Episodes, context: int, generator: torch.Generator) -> None:
+        self.episodes, self.generator = episodes, generator
+        self.steps = torch.arange(context, device=episodes.device)
+        # Every row with K transitions ahead can start a window; an episode shorter than K gives one, padded.
+        ahead = episodes.end_of - torch.arange(len(episodes.end_of), device=episodes.device)
+        fits = ahead >= context
+        short = (episodes.ends - episodes.starts) < context
+        fits[episodes.starts[short]] = True
+        self.starts = torch.nonzero(fits).squeeze(1)
+
+    def draw(self, count: int) -> tuple[Tensor, Tensor]:
+        """Rows (B, K), the last one repeated where an episode is over, and which of them count (B, K)."""
+        start = self.starts[goals.random_index(self.generator, (count,), len(self.starts))]  # (B,)
+        end = self.episodes.end_of[start][:, None]
+        rows = start[:, None] + self.steps
+        return torch.minimum(rows, end - 1), rows < end
+
+
 class WindowSampler:
     def __init__(self, config: WindowSamplerConfig, episodes: Episodes, generator: torch.Generator) -> None:
         self.config, self.episodes, self.generator = config, episodes, generator
-        self.steps = torch.arange(config.context, device=episodes.device)
-        # Every row with K transitions ahead can start a window; an episode shorter than K gives one, padded.
-        ahead = episodes.end_of - torch.arange(len(episodes.end_of), device=episodes.device)
-        fits = ahead >= config.context
-        short = (episodes.ends - episodes.starts) < config.context
-        fits[episodes.starts[short]] = True
-        self.window_starts = torch.nonzero(fits).squeeze(1)
+        self.windows = Windows(episodes, config.context, generator)
         self.neighbours = goals.Neighbours(episodes, config.stitch_cell) if config.stitch_rate > 0.0 else None
 
     def _future(self, rows: Tensor) -> Tensor:
@@ -212,11 +227,7 @@ class WindowSampler:
 
     def sample(self, batch_size: int) -> dict[str, Tensor]:
         data, config, generator = self.episodes, self.config, self.generator
-        start = self.window_starts[goals.random_index(generator, (batch_size,), len(self.window_starts))]  # (B,)
-        end = data.end_of[start]
-        rows = start[:, None] + self.steps  # (B, K)
-        valid = rows < end[:, None]
-        rows = torch.minimum(rows, end[:, None] - 1)
+        rows, valid = self.windows.draw(batch_size)  # (B, K)
         last = rows[:, -1]
         goal_rows = self._future(last)
         reached = torch.ones_like(goal_rows, dtype=torch.float32)
@@ -225,7 +236,7 @@ class WindowSampler:
             goal_rows = torch.where(swap, goals.random_rows(generator, data, (batch_size,)), goal_rows)
             reached = torch.where(swap, torch.zeros_like(reached), reached)
         batch = {
-            "rows": start,
+            "rows": rows[:, 0],
             "goal_rows": goal_rows,
             "observations": data.observations[rows],  # (B, K, d_s)
             "actions": data.actions[rows],  # (B, K, d_a)
@@ -343,25 +354,20 @@ class ReturnWindowSamplerConfig:
 class ReturnWindowSampler:
     def __init__(self, config: ReturnWindowSamplerConfig, episodes: Episodes, generator: torch.Generator) -> None:
         self.config, self.episodes, self.generator = config, episodes, generator
-        plain = WindowSampler(WindowSamplerConfig(config.context, 0.0, flow_batch=0.0), episodes, generator)
-        self.steps, self.window_starts = plain.steps, plain.window_starts
+        self.windows = Windows(episodes, config.context, generator)
         self.law = GoalLaw(0.0, 1.0 - config.p_random, config.p_random)
         self.rewards = config.rewards.of(episodes)
 
     def sample(self, batch_size: int) -> dict[str, Tensor]:
         data, config, generator = self.episodes, self.config, self.generator
-        start = self.window_starts[goals.random_index(generator, (batch_size,), len(self.window_starts))]  # (B,)
-        end = data.end_of[start]
-        rows = start[:, None] + self.steps  # (B, K)
-        valid = rows < end[:, None]
-        rows = torch.minimum(rows, end[:, None] - 1)
+        rows, valid = self.windows.draw(batch_size)  # (B, K)
         last = rows[:, -1]
         goal_rows = self.law.draw(generator, data, last)
         rewards = self.rewards.at(rows, goal_rows[:, None].expand_as(rows)) * valid  # (B, K)
         later = self.rewards.to_go(last + 1, goal_rows)  # (B,) from the state after the window
         returns = later[:, None] + rewards.flip(1).cumsum(1).flip(1)
         batch = {
-            "rows": start,
+            "rows": rows[:, 0],
             "goal_rows": goal_rows,
             "observations": data.observations[rows],  # (B, K, d_s)
             "actions": data.actions[rows],  # (B, K, d_a)
@@ -374,9 +380,10 @@ class ReturnWindowSampler:
             "times": rows - self.rewards.start_of[rows],  # (B, K) steps since the episode began
         }
         if config.ahead:
+            end = data.end_of[last][:, None]
             after = last[:, None] + torch.arange(1, config.ahead + 1, device=rows.device)  # (B, M)
-            there = after <= end[:, None]
-            after = torch.minimum(after, end[:, None])
+            there = after <= end
+            after = torch.minimum(after, end)
             coming = self.rewards.at(after, goal_rows[:, None].expand_as(after)) * there
             batch |= {
                 "ahead_observations": data.observations[after],  # (B, M, d_s)

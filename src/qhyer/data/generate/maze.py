@@ -1,4 +1,4 @@
-"""Point mazes: walk along shortest paths with Gaussian noise.
+"""Mazes: walk along shortest paths with Gaussian noise.
 
 navigate  a new goal each time one is reached
 stitch    one goal four cells from the start; long routes must be stitched from such pieces
@@ -52,7 +52,7 @@ def is_hallway(free: np.ndarray, cell: Cell) -> bool:
 
 
 class MazeCollector:
-    """Episodes of one point maze dataset."""
+    """Episodes of one maze dataset; here of a point, whose action is the direction itself."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -60,6 +60,9 @@ class MazeCollector:
         self.free = np.asarray(self.environment.maze_map) == 0
         self.cells: list[Cell] = [(int(i), int(j)) for i, j in np.argwhere(self.free)]
         self.goals = [cell for cell in self.cells if not is_hallway(self.free, cell)]
+        self.actions = int(self.environment.action_space.shape[0])
+        self.arrivals: list[int] = []
+        """of the last episode: the rows whose step ended at the goal"""
         self._subgoals: dict[tuple[Cell, Cell], np.ndarray] = {}
 
     def episode(self, seeds: EpisodeSeeds) -> Arrays:
@@ -72,7 +75,8 @@ class MazeCollector:
             goal = self._pick(draws, near) if near else start
         else:
             goal = self._pick(draws, self.goals)
-        noise = draws.normal(0.0, recipe.noise, (rows, 2))
+        noise = draws.normal(0.0, recipe.noise, (rows, self.actions))
+        self.arrivals = []
 
         # The maze draws start and goal noise from the global generator and settles with action_space samples.
         environment.action_space.seed(seeds.stream("settling") % 2**32)
@@ -82,7 +86,7 @@ class MazeCollector:
             )
             arrays: Arrays = {
                 "observations": np.empty((rows, len(observation)), np.float32),
-                "actions": np.empty((rows, 2), np.float32),
+                "actions": np.empty((rows, self.actions), np.float32),
                 "terminals": np.zeros(rows, bool),
                 "qpos": np.empty((rows, environment.model.nq), np.float32),
                 "qvel": np.empty((rows, environment.model.nv), np.float32),
@@ -94,15 +98,21 @@ class MazeCollector:
                 direction = direction / (np.linalg.norm(direction) + 1e-6)
                 arrays["observations"][row] = observation
                 action = arrays["actions"][row]
-                np.clip(direction + noise[row], -1.0, 1.0, out=action, casting="same_kind")
+                np.clip(self.move(observation, direction) + noise[row], -1.0, 1.0, out=action, casting="same_kind")
                 observation, _, _, _, info = environment.step(action)
                 arrays["qpos"][row] = info["prev_qpos"]
                 arrays["qvel"][row] = info["prev_qvel"]
+                if info["success"]:
+                    self.arrivals.append(row)
                 if info["success"] and recipe.kind == "navigate":
                     # set_goal(cell) would write NaN into the drawn target's position; given xy it does not.
                     goal = self._pick(draws, self.goals)
                     environment.set_goal(goal_xy=environment.add_noise(environment.ij_to_xy(goal)))
         return arrays
+
+    def move(self, observation: np.ndarray, direction: np.ndarray) -> np.ndarray:
+        """The action, before its noise, that goes where the oracle says: a unit vector in the plane."""
+        return direction
 
     def _subgoal(self, xy: np.ndarray) -> np.ndarray:
         """The oracle's next cell: a function of two cells, so the search is done once a pair."""

@@ -29,7 +29,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import qhyer
-from qhyer.config import to_dict
 from qhyer.data.generate.recipe import (
     Arrays,
     Collector,
@@ -38,6 +37,7 @@ from qhyer.data.generate.recipe import (
     Split,
     collector_for,
     recipe_for,
+    settings,
 )
 from qhyer.errors import CorruptFile, UserError
 from qhyer.launch import Launcher, Outcome, cores, follow_parent, launch
@@ -74,6 +74,7 @@ def generate(
     progress: bool = True,
     overwrite: bool = False,
     rows: int | None = None,
+    ant: Path | None = None,
     launcher: Launcher = "local",
     address: str | None = None,
 ) -> Path:
@@ -81,6 +82,7 @@ def generate(
 
     Returns the path of the training file. Run it again after an interruption and it goes on where it stopped.
     `episodes` defaults to the official number, `workers` to one for each core; `rows` shortens the episodes.
+    `ant` is the folder of the policy that walks in ant mazes; the one that comes with the package if not given.
     With the launcher "ray", episodes are made on the cluster at `address` (see `launch`) and written here: the same
     bytes, and nothing needs to be shared but the versions of the packages.
     In a script of yours, call it under `if __name__ == "__main__":`, as the workers import the script.
@@ -99,9 +101,11 @@ def generate(
     folder = registry.data_dir() if out is None else Path(out)
     if folder.suffix == ".npz" or folder.is_file():
         raise UserError(f"out is the folder to write to, not a file: {folder}")
+    if ant is not None and dataset.family != "antmaze":
+        raise UserError(f"an ant is for ant mazes, and {dataset.name} is not one's")
     console = Console(stderr=True, quiet=not progress)
 
-    job = Job(recipe_for(dataset, rows), seed, folder)
+    job = Job(recipe_for(dataset, rows, ant), seed, folder)
     counts: dict[Split, int] = {"train": episodes}
     if validation:
         counts["validation"] = max(1, episodes // 10)
@@ -140,7 +144,7 @@ class Job:
     @property
     def key(self) -> dict[str, Any]:
         """What finished episodes in the working folder depend : not the number of episodes."""
-        return {"seed": self.seed, "settings": to_dict(self.recipe), "versions": versions(self.recipe.kind)}
+        return {"seed": self.seed, "settings": settings(self.recipe), "versions": versions(self.recipe.kind)}
 
     def is_finished(self, split: Split, episodes: int, overwrite: bool, console: Console) -> bool:
         path, sidecar = self.path(split), self.path(split).with_suffix(".json")
@@ -158,7 +162,7 @@ class Job:
             if overwrite:
                 return False
             raise UserError(f"{sidecar} is damaged: {again}") from None
-        wanted = {"seed": self.seed, "settings": to_dict(self.recipe), "episodes": episodes}
+        wanted = {"seed": self.seed, "settings": settings(self.recipe), "episodes": episodes}
         other = _differences(recorded, wanted)
         if overwrite and (other or recorded.get("versions") != versions(self.recipe.kind)):
             return False
