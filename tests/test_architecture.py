@@ -140,7 +140,7 @@ def test_environments_are_imported_where_they_are_made():
     core = ("agent", "agents", "nn", "losses", "presets", "train", "checkpoint", "runs", "records")
     core += ("evaluate", "policy", "rollout", "envs")
     heavy = {"ogbench", "gymnasium", "mujoco", "dm_control", "matplotlib", "triton", "zuko", "scipy", "tensorboard"}
-    heavy.add("ray")
+    heavy |= {"ray", "stable_baselines3"}
     kernels = {module for module in members("nn") if module.endswith("_triton")}  # imported where a GPU is used
     for module in [*members(*core), *members("data.episodes", "data.goals", "data.samplers", "data.registry")]:
         if module in kernels:
@@ -167,6 +167,7 @@ def test_importing_an_agent_needs_no_optional_package():
         "scipy",
         "tensorboard",
         "ray",
+        "stable_baselines3",
     }
 
 

@@ -24,7 +24,7 @@ from qhyer.errors import UserError, did_you_mean
 
 COMMANDS = {
     "demo": "data, QHyer and a baseline trained, evaluated and reported, in minutes on a laptop",
-    "data": "generate | check | info | convert | list: datasets",
+    "data": "generate | check | info | convert | list | ant: datasets",
     "train": "AGENT DATASET: train an agent",
     "eval": "RUN... | --model NAME: evaluate trained runs, or an exported model",
     "export": "RUN: write its policy as a small model to pass on",
@@ -117,6 +117,7 @@ def _data(args: list[str]) -> int | None:
             "info": commands.info,
             "convert": commands.convert,
             "list": commands.list_,
+            "ant": commands.ant,
         },
     )
 

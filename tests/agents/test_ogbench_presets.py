@@ -7,12 +7,12 @@ import pytest
 from qhyer import presets
 from qhyer.data import registry
 
-# alpha on manipulation, play and noisy, and on point mazes; every size of a family has the same.
+# alpha on manipulation, play and noisy, on point mazes and on ant mazes; every size of a family has the same.
 ALPHA = {
-    "gcivl": (10.0, 10.0, 10.0),
-    "gciql": (1.0, 0.03, 0.003),
-    "crl": (3.0, 0.1, 0.03),
-    "qrl": (0.3, 0.03, 0.0003),
+    "gcivl": (10.0, 10.0, 10.0, 10.0),
+    "gciql": (1.0, 0.03, 0.003, 0.3),
+    "crl": (3.0, 0.1, 0.03, 0.1),
+    "qrl": (0.3, 0.03, 0.0003, 0.003),
 }
 
 
@@ -23,8 +23,9 @@ OGBENCH = {name: dataset for name, dataset in registry.DATASETS.items() if name.
 @pytest.mark.parametrize("agent", ALPHA)
 def test_settings(agent, dataset):
     config, rules = presets.resolve(agent, "paper", dataset.name)
-    play, noisy, maze = ALPHA[agent]
-    assert config.alpha == (maze if dataset.is_maze else play if dataset.kind == "play" else noisy)
+    play, noisy, point, ant = ALPHA[agent]
+    known = {"pointmaze": point, "antmaze": ant}.get(dataset.family, play if dataset.kind == "play" else noisy)
+    assert config.alpha == known
     assert config.actor_p_random == (0.5 if dataset.kind == "stitch" else 0.0)
     common = dict(steps=1_000_000, batch_size=1024, learning_rate=3e-4, hidden=(512,) * 3, value_hidden=(512,) * 3)
     common |= dict(actor_loss="ddpgbc", latent_dim=512, quasimetric="iqe", margin=0.05)

@@ -36,6 +36,8 @@ def make(folder: Path, **options: object) -> Path:
 
 def test_recipes_are_the_official_ones():
     for dataset in registry.DATASETS.values():
+        if dataset.family == "antmaze":
+            continue  # needs an ant: test_ant.py
         recipe = recipe_for(dataset)
         assert recipe.rows == dataset.rows
         if dataset.is_maze:

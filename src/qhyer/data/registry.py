@@ -25,7 +25,7 @@ class Dataset:
     name: str
     environment: str
     """gymnasium id registered by ogbench, or one of ours (envs.py)"""
-    family: Literal["cube", "scene", "puzzle", "pointmaze"]
+    family: Literal["cube", "scene", "puzzle", "pointmaze", "antmaze"]
     kind: Kind
     episodes: int
     """official number of training episodes; validation has a tenth"""
@@ -37,7 +37,7 @@ class Dataset:
 
     @property
     def is_maze(self) -> bool:
-        return self.family == "pointmaze"
+        return self.family in ("pointmaze", "antmaze")
 
 
 def _cubes(count: int) -> tuple[int, ...]:
@@ -75,12 +75,14 @@ def _registry() -> dict[str, Dataset]:
         ("giant", "stitch", 5000, 201),
     ]
     kinds: tuple[Kind, Kind] = ("play", "noisy")
+    bodies: tuple[Literal["pointmaze"], Literal["antmaze"]] = ("pointmaze", "antmaze")
     datasets = [
         Dataset(f"{base}-{kind}-v0", f"{base}-v0", family, kind, episodes, 1001, goal)
         for base, family, episodes, goal in manipulation
         for kind in kinds
     ] + [
-        Dataset(f"pointmaze-{size}-{kind}-v0", f"pointmaze-{size}-v0", "pointmaze", kind, episodes, rows, (0, 1))
+        Dataset(f"{body}-{size}-{kind}-v0", f"{body}-{size}-v0", body, kind, episodes, rows, (0, 1))
+        for body in bodies
         for size, kind, episodes, rows in mazes
     ]
     # D4RL: a million steps in umaze, two in medium, four in large; one walk there, walks of 1000 steps here.

@@ -6,10 +6,12 @@ Workers import this and not the registry, so that a worker process does not load
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from qhyer.config import to_dict
 from qhyer.rng import stream_seed
 
 if TYPE_CHECKING:
@@ -41,6 +43,16 @@ class Recipe:
     """each episode draws its probability of stacking a cube uniformly from this range"""
 
 
+@dataclass(frozen=True)
+class AntRecipe(Recipe):
+    """The same, and the ant that walks."""
+
+    ant: str = ""
+    """SHA-256 of its weights"""
+    folder: str = ""
+    """where they are: no setting, since the same ant elsewhere makes the same data"""
+
+
 class Collector(Protocol):
     """Makes episodes one by one in an environment that it keeps."""
 
@@ -63,9 +75,22 @@ class EpisodeSeeds:
 _STACKING = {"single": (0.0, 0.0), "double": (0.0, 0.25), "triple": (0.05, 0.35), "quadruple": (0.1, 0.5)}
 
 
-def recipe_for(dataset: Dataset, rows: int | None = None) -> Recipe:
-    """The official settings; `rows` shortens episodes (for tests and trials)."""
+def settings(recipe: Recipe) -> dict[str, Any]:
+    """What the sidecar says of a recipe."""
+    return {name: value for name, value in to_dict(recipe).items() if name != "folder"}
+
+
+def recipe_for(dataset: Dataset, rows: int | None = None, ant: Path | None = None) -> Recipe:
+    """The official settings; `rows` shortens episodes (for tests and trials).
+
+    `ant` is the folder of the policy that walks in ant mazes; the one that comes with the package if not given.
+    """
     common = (dataset.name, dataset.environment, dataset.family, dataset.kind, rows or dataset.rows)
+    if dataset.family == "antmaze":
+        from qhyer.data.generate import ant as ants
+
+        folder = ants.find(ant)
+        return AntRecipe(*common, noise=0.2, ant=ants.about(folder)["sha256"], folder=str(folder.resolve()))
     if dataset.is_maze:
         return Recipe(*common, noise=0.5)
     cubes = dataset.environment.removeprefix("cube-").removesuffix("-v0")
@@ -82,6 +107,10 @@ def collector_for(recipe: Recipe) -> Collector:
         from qhyer.data.generate.maze2d import Maze2DCollector
 
         return Maze2DCollector(recipe)
+    if isinstance(recipe, AntRecipe):
+        from qhyer.data.generate.ant import AntCollector
+
+        return AntCollector(recipe)
     if recipe.family == "pointmaze":
         from qhyer.data.generate.maze import MazeCollector
 
