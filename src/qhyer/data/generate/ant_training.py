@@ -149,7 +149,7 @@ def train(config: AntConfig, out: Path, *, overwrite: bool = False, quiet: bool 
         def __init__(self, progress: Progress) -> None:
             super().__init__()
             self.progress = progress
-            self.best: Walked | None = None
+            self.best: tuple[Walked, int, Layers] | None = None
             self.history: list[dict[str, Any]] = []
 
         def _on_step(self) -> bool:
@@ -169,9 +169,10 @@ def train(config: AntConfig, out: Path, *, overwrite: bool = False, quiet: bool 
             note = f"ant: {done} steps, {spent / 60:.0f} min, {max(left, 0) / 60:.0f} min to go: reached "
             note += f"{100 * walked.reached:.0f} % of {walked.episodes} goals, {walked.steps_per_cell:.1f} steps a cell"
             self.progress.note(note)
-            if self.best is None or walked.score >= self.best.score:
-                self.best = walked
-                write(out, layers, config, {"steps_taken": done, "walked": asdict(walked), "history": self.history})
+            if self.best is None or walked.score >= self.best[0].score:
+                self.best = (walked, done, layers)
+            best, steps, kept = self.best
+            write(out, kept, config, {"steps_taken": steps, "walked": asdict(best), "history": self.history})
 
     threads = torch.get_num_threads()
     with Progress("training the ant", config.steps, quiet=quiet) as progress:
