@@ -178,9 +178,17 @@ def test_registered_data_has_the_rewards_of_the_task(tmp_path):
     assert np.array_equal(own.rewards.numpy(), arrays["rewards"])
     loaded, found = registry.load(file)
     assert found is dataset and loaded.goal_indices == (0, 1)
-    near = np.linalg.norm(arrays["observations"][:, :2] - np.float32([-1, 1]), axis=1) <= 0.5
+    near = np.linalg.norm(loaded.observations[:, :2] - np.float32([-1, 1]), axis=1) <= 0.5
     assert np.array_equal(loaded.rewards.numpy(), near.astype(np.float32)) and 0.02 < near.mean() < 0.4
     assert loaded.fingerprint != own.fingerprint
+    # Pieces from goal to goal: the state of an arrival ends one and begins the next, and no step is lost.
+    inside = arrays["arrivals"] & ~arrays["terminals"]
+    inside[np.append(0, np.flatnonzero(arrays["terminals"])[:-1] + 1)] = False
+    assert own.num_episodes == 3 and loaded.num_episodes == 3 + inside.sum() > 20
+    assert loaded.num_transitions == own.num_transitions
+    ends = loaded.ends[:-1]
+    joined = (loaded.observations[ends] == loaded.observations[ends + 1]).all(-1)
+    assert joined.sum() == inside.sum()
 
 
 def test_rewards_are_optional_and_checked():

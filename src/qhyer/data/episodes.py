@@ -140,12 +140,18 @@ class Episodes:
         device: str | torch.device = "cpu",
         task_goal: Sequence[float] | None = None,
         radius: float = 0.5,
+        pieces: bool = False,
     ) -> Episodes:
         """Reads an npz in OGBench's layout, or HDF5 of D4RL or Minari (docs/data.md); a sidecar is verified.
 
         With `task_goal` the rewards are those of this goal: 1 in states within `radius` of it.
+        With `pieces` a walk over several goals becomes an episode for each, where the data say when they were reached.
         """
         arrays = read_arrays(path)
+        if pieces and "arrivals" in arrays:
+            from qhyer.data.hdf5 import recut
+
+            arrays = recut(arrays)
         if task_goal is not None:
             arrays["rewards"] = goal_rewards(arrays["observations"], goal or (), task_goal, radius)
         if goal is None:

@@ -127,7 +127,8 @@ def find(name: str) -> Path | None:
 def load(source: str | Path, device: str = "cpu") -> tuple[Episodes, Dataset | None]:
     """Episodes from a registered name, or from a file (an npz is registered if its name is a dataset's).
 
-    Where a dataset has a task's goal, the rewards are that goal's, whatever goals the data was collected with.
+    Where a dataset has a task's goal, the rewards are that goal's, whatever goals the data was collected with, and its
+    walks are cut where they reached one: D4RL's loaders do so, and its published scores come from such pieces.
     """
     path = Path(source)
     if path.suffix in FILES:
@@ -153,4 +154,5 @@ def _load(path: Path, dataset: Dataset, device: str) -> Episodes:
         device=device,
         task_goal=dataset.task_goal,
         radius=RADIUS,
+        pieces=dataset.task_goal is not None,
     )
