@@ -119,8 +119,27 @@ def test_training_from_the_command_line(tmp_path, monkeypatch, capsys):
 
 
 def test_an_ant_is_judged_by_reaching_and_then_by_speed():
-    walks = [ant_training.Walked(40, *values) for values in ((0.0, 0.0), (0.5, 30.0), (0.5, 20.0), (0.9, 40.0))]
+    walks = [
+        ant_training.Walked(40, *values)
+        for values in ((0.9, 0.0, 0.0), (0.8, 0.5, 30.0), (0.8, 0.5, 20.0), (0.9, 0.9, 40.0))
+    ]
     assert sorted(walks, key=lambda walked: walked.score) == walks
+
+
+def test_arriving_is_not_reaching(monkeypatch):
+    """One walk to the centre of the goal's cell, one to the goal, one nowhere."""
+    course = ant_training.Course(0)
+    maze = course.collector.environment
+    maze.cur_goal_xy = np.array(maze.ij_to_xy((1, 1))) + (0.9, -0.9)
+    ends = iter([(maze.ij_to_xy((1, 1)), []), (maze.cur_goal_xy, [99, 100]), (maze.ij_to_xy((1, 2)), [])])
+
+    def episode(seeds: EpisodeSeeds) -> dict[str, np.ndarray]:
+        place, course.collector.arrivals = next(ends)
+        return {"observations": np.tile(np.append(place, np.zeros(27)), (201, 1))}
+
+    monkeypatch.setattr(course.collector, "episode", episode)
+    walked = course.walk(ants.AntPolicy([]), 3)
+    assert walked == ant_training.Walked(3, 1 / 3, 1 / 3, 25.0)  # the goal is 1.27 m off the centre
 
 
 def test_the_extra_is_asked_for(tmp_path, monkeypatch):

@@ -248,13 +248,12 @@ def ant(
         overwrite: replace an ant that is there
     """
     from qhyer.data.generate import ant as ants
-    from qhyer.data.generate.ant_training import train
+    from qhyer.data.generate.ant_training import Walked, train
 
     train(config, out, overwrite=overwrite)
-    walked = ants.about(out)["walked"]
+    walked = Walked(**ants.about(out)["walked"])
     Console(highlight=False, soft_wrap=True).print(
-        f"wrote {out}: reaches {100 * walked['reached']:.0f} % of goals four cells away, "
-        f"{walked['steps_per_cell']:.1f} steps a cell; `qhyer data generate NAME --ant {out}` uses it"
+        f"wrote {out}: to goals four cells away, {walked}; `qhyer data generate NAME --ant {out}` uses it"
     )
     return 0
 
