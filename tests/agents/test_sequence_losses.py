@@ -16,7 +16,8 @@ from qhyer.nn.backbones import BACKBONES
 from qhyer.nn.conservative import Conservative, squashed_log_density
 
 NAMES = [
-    "dt", "rvs", "edt", "gdt", "qdt", "cgdt", "reinformer", "dc", "dmamba", "qt", "lsdt", "dmixer", "vdt", "iql", "cql",
+    "dt", "rvs", "edt", "gdt", "qdt", "cgdt", "reinformer", "dc", "dmamba", "qt", "lsdt", "dmixer", "vdt", "hdt",
+    "iql", "cql",
 ]  # fmt: skip
 
 

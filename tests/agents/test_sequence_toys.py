@@ -20,7 +20,7 @@ SMALL = dict(
 
 UPDATES = dict(
     dt=100, rvs=100, edt=100, gdt=100, qdt=100, cgdt=100, reinformer=100, dc=100, dmamba=100, qt=100, lsdt=200,
-    dmixer=100, vdt=100, iql=200, cql=250,
+    dmixer=100, vdt=100, hdt=100, iql=200, cql=250,
 )  # fmt: skip
 """agents, and the updates each gets"""
 
