@@ -21,7 +21,7 @@ from qhyer.data import registry
 from qhyer.data.generate import generate
 from qhyer.errors import UserError
 from qhyer.evaluate import EvalConfig
-from qhyer.records import read_rows
+from qhyer.records import normalised, read_rows
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "sweep.toml"
 
@@ -333,6 +333,19 @@ def test_own_data(tiny, capsys):
     info = json.loads((cell.folder / "run.json").read_text())
     assert sweep.status(cell).finished and cell.name.startswith("mine/gcbc")
     assert info["data"]["path"] == str(Path("mine.npz").resolve()) and info["spec"]["goal_indices"] == [0, 1]
+
+
+def test_a_task_that_pays_has_a_score(tiny, tmp_path, capsys, monkeypatch):
+    generate(registry.get("maze2d-umaze"), out=tmp_path, episodes=2, rows=40, workers=1, progress=False)
+    monkeypatch.setenv("QHYER_DATA", str(tmp_path))
+    text = tiny.read_text().replace("pointmaze-medium-stitch", "maze2d-umaze").replace("seeds = [0, 1]", "seeds = [0]")
+    write(tiny, text.replace("tasks = [3]", ""))
+    assert call("sweep", tiny) == 0
+    (cell,) = manifest.read(tiny)
+    (row,) = read_rows(cell.folder / "episodes.csv")
+    expected = normalised("maze2d-umaze-v1", row.return_)
+    assert sweep.status(cell).score == expected is not None
+    assert f"score {expected:.1f}" in capsys.readouterr().out
 
 
 def test_a_folder_travels_whole(tmp_path):

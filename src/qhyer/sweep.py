@@ -159,13 +159,15 @@ class Status:
     finished: bool = False
     """trained, and evaluated as the manifest asks"""
     success: float | None = None
+    score: float | None = None
+    """between a random policy (0) and the data's controller (100), where the task pays a return"""
 
 
 def status(cell: Cell) -> Status:
     from qhyer import checkpoint, runs
     from qhyer.errors import CorruptFile
     from qhyer.evaluate import plan
-    from qhyer.records import read_rows
+    from qhyer.records import normalised, read_rows
     from qhyer.train import is_finished
 
     steps = checkpoint.steps(cell.folder / "checkpoints")
@@ -189,7 +191,10 @@ def status(cell: Cell) -> Status:
     by_task: dict[int, list[int]] = {}
     for row in rows:
         by_task.setdefault(row.task, []).append(row.success)
-    return Status("finished", True, sum(sum(v) / len(v) for v in by_task.values()) / len(by_task))
+    success = sum(sum(v) / len(v) for v in by_task.values()) / len(by_task)
+    returns = [row.return_ for row in rows if row.return_ is not None]
+    score = normalised(environment, sum(returns) / len(returns)) if returns else None
+    return Status("finished", True, success, score)
 
 
 @functools.cache
@@ -209,9 +214,15 @@ def _table(cells: Sequence[Cell], found: Sequence[Status], failed: dict[str, str
     table.add_column("run", overflow="fold")
     table.add_column("status", overflow="fold")
     table.add_column("success %", justify="right", no_wrap=True)
+    scored = any(at.score is not None for at in found)
+    if scored:
+        table.add_column("score", justify="right", no_wrap=True)
     for cell, at in zip(cells, found):
         text = f"[red]failed[/red]; {escape(at.text)}" if cell.name in (failed or {}) else escape(at.text)
-        table.add_row(escape(cell.name), text, "" if at.success is None else f"{100 * at.success:.1f}")
+        numbers = ["" if at.success is None else f"{100 * at.success:.1f}"]
+        if scored:
+            numbers.append("" if at.score is None else f"{at.score:.1f}")
+        table.add_row(escape(cell.name), text, *numbers)
     return table
 
 
@@ -320,8 +331,9 @@ def _run(
                         failed[cell.name] = result.error
                         say(f"{escape(what)}: [red]failed[/red]\n{escape(result.trace or result.error)}")
                     else:
-                        score = status(cell).success
-                        said = "trained" if score is None else f"success {100 * score:.1f} %"
+                        at = status(cell)
+                        said = "trained" if at.success is None else f"success {100 * at.success:.1f} %"
+                        said += "" if at.score is None else f", score {at.score:.1f}"
                         say(f"{escape(what)}: {said}, {result.seconds:.0f} seconds")
     except KeyboardInterrupt:
         say("Stopped. What was done is kept: the same command goes on from here.")

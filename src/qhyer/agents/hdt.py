@@ -1,7 +1,7 @@
 """HDT: QHyer's hybrid backbone asked for a return, without Q.
 
 Idea. Decision Transformer with QHyer's gated attention and Mamba in place of attention alone: what the backbone
-brings by itself. The paper's ablation of its architecture (its figure of SSM variants) compares this with LSDT and DMixer.
+brings by itself. The paper's ablation of its architecture (figure of SSM variants) compares it with LSDT and DMixer.
 Paper. QHyer, the section on ablations; sizes are those of its D4RL runs, everything else is DT's.
 Code. None.
 Deviations. Those of DT. The window is computed anew at each step when acting, as for the other sequence models.
