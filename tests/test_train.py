@@ -349,6 +349,18 @@ def test_saving_and_logging_more_often_changes_no_weight(tiny_config, point_worl
 # ---------------------------------------------------------------------------------------------- refusals, failures
 
 
+def test_checkpoints_of_nobody_knows_what_are_refused(tiny_config, point_world, tmp_path):
+    """Without run.json the next training would take them for its own."""
+    config = tiny_config("gcbc")
+    train("gcbc", "x", config, CPU, run=tmp_path, episodes=point_world, quiet=True)
+    (tmp_path / "run.json").unlink()
+    before = contents(tmp_path)
+    for resume in (False, True):
+        with pytest.raises(UserError, match=r"has checkpoints but no run\.json"):
+            train("gcbc", "x", config, CPU, run=tmp_path, episodes=point_world, quiet=True, resume=resume)
+    assert contents(tmp_path)[1] == before[1]
+
+
 def test_an_unfinished_run_needs_resume(tiny_config, point_world, tmp_path):
     config = tiny_config("gcbc")
     with pytest.raises(KeyboardInterrupt):

@@ -259,8 +259,10 @@ def _train(
 def _is_done(run: Path, info: dict[str, Any], config: AgentConfig, resume: bool, quiet: bool) -> bool:
     """Whether there is nothing left to train; raises where a run must not be touched."""
     kept = checkpoint.steps(run / "checkpoints")
-    if not kept or not (run / "run.json").is_file():
+    if not kept:
         return False
+    if not (run / "run.json").is_file():
+        raise UserError(f"{run} has checkpoints but no run.json, so nobody knows whose they are; remove the folder")
     _check_same_run(run, info)
     if is_finished(run, config):
         if not quiet:
