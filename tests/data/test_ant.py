@@ -130,7 +130,7 @@ def test_arriving_is_not_reaching(monkeypatch):
     """One walk to the centre of the goal's cell, one to the goal, one nowhere."""
     course = ant_training.Course(0)
     maze = course.collector.environment
-    maze.cur_goal_xy = np.array(maze.ij_to_xy((1, 1))) + (0.9, -0.9)
+    maze.cur_goal_xy = np.array(maze.ij_to_xy((1, 1))) + np.array([0.9, -0.9])
     ends = iter([(maze.ij_to_xy((1, 1)), []), (maze.cur_goal_xy, [99, 100]), (maze.ij_to_xy((1, 2)), [])])
 
     def episode(seeds: EpisodeSeeds) -> dict[str, np.ndarray]:
