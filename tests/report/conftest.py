@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,8 +30,10 @@ def write_run(
     earlier: Mapping[int, Mapping[int, Sequence[int]]] | None = None,
     config: Mapping[str, Any] | None = None,
     maze: bool = False,
+    returns: Sequence[float] = (),
 ) -> Path:
-    """A run whose last evaluation has these outcomes: task → success of each episode."""
+    """A run whose last evaluation has these outcomes: task → success of each episode. With `returns`, one for each
+    row, it is one of Maze2D: the environment is the dataset's own."""
     name = name or f"{agent}-{seed}"
     folder = root / name
     folder.mkdir(parents=True)
@@ -38,7 +41,7 @@ def write_run(
         "agent": agent,
         "preset": preset,
         "dataset": dataset,
-        "environment": "pointmaze-medium-v0",
+        "environment": dataset if returns else "pointmaze-medium-v0",
         "seed": seed,
         "config": {"tau": 0.95, **(config or {})},
         "train": {"log_every": 100},
@@ -57,12 +60,14 @@ def write_run(
     evaluations = {**(earlier or {}), step: outcomes}
     with open(folder / "episodes.csv", "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(HEADER)
+        writer.writerow([*HEADER, "return"] if returns else HEADER)
+        remaining = iter(returns)
         for at, tasks in evaluations.items():
             for task, results in tasks.items():
                 for episode, success in enumerate(results):
                     about = [name, agent, preset, dataset, seed, at, task, episode]
-                    writer.writerow([*about, 1000 + episode, success, 10, 0.5])
+                    measured = [1000 + episode, success, 10, 0.5, *itertools.islice(remaining, 1)]
+                    writer.writerow([*about, *measured])
     if maze:
         write_maze(folder, step, outcomes)
     return folder

@@ -1,4 +1,4 @@
-"""The table of OGBench's manipulation datasets, and the committed one against the committed rows."""
+"""The tables of suites, OGBench's first, and the committed ones against the committed rows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from pathlib import Path
 import pytest
 
 from qhyer.errors import UserError
-from qhyer.report import write_report
+from qhyer.report import SUITES, write_report
 from qhyer.report.collect import collect
 from qhyer.report.commands import report as command
-from qhyer.report.suite import SUITE, agents_table, main_table, put_into, suite, suite_markdown
+from qhyer.report.ogbench import DATASETS, OGBENCH, against, agents_table, main_table
+from qhyer.report.suite import put_into, suite_of
 from qhyer.report.tables import groups, success_rows, summary_csv
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "results" / "ogbench"
+COMMITTED = [suite for suite in SUITES if (ROOT / "results" / suite.name).is_dir()]
 MARKS = "# Title\n\n<!-- ogbench table: made by a command -->\nold\n<!-- end of ogbench table -->\n\nAfter.\n"
 
 
 def lines_of(root):
-    return suite(success_rows(groups(collect([root]))))
+    return against(success_rows(groups(collect([root]))))
+
+
+def markdown_of(suite, root):
+    found = groups(collect([root]))
+    return suite.account(found, success_rows(found)).markdown()
 
 
 @pytest.fixture
@@ -38,8 +45,9 @@ def some(tmp_path, make_run):
 
 
 def test_every_dataset_has_a_line_and_what_was_not_run_says_so(some):
-    header, body = main_table(lines_of(some))
-    assert len(SUITE) == 10 and [line[0] + "-v0" for line in body] == list(SUITE)
+    table = main_table(lines_of(some))
+    header, body = table.header, table.body
+    assert len(DATASETS) == 10 and [line[0] + "-v0" for line in body] == list(DATASETS)
     assert all(len(line) == len(header) for line in body)
     found = {line[0]: line[1:] for line in body}
     # seeds of 100 and 50: mean 75, standard deviation 50/√2
@@ -50,7 +58,8 @@ def test_every_dataset_has_a_line_and_what_was_not_run_says_so(some):
 
 
 def test_baselines_stand_beside_their_published_numbers(some):
-    header, body = agents_table(lines_of(some))
+    table = agents_table(lines_of(some))
+    header, body = table.header, table.body
     assert header[2:] == ["QHyer", "GCBC", "GCIVL", "GCIQL", "QRL", "CRL", "HIQL", "NF-GCBC"]
     at = {name: number for number, name in enumerate(header)}
     first, ours = body[0], body[1]
@@ -60,44 +69,51 @@ def test_baselines_stand_beside_their_published_numbers(some):
     assert ours[at["GCBC"]] == "25 (1; 200)" and ours[at["QHyer"]] == "75 ± 35.4 (2; 200 × 256)" and not ours[at["QRL"]]
     noisy = next(number for number, line in enumerate(body) if line[0] == "scene-noisy")
     assert body[noisy][at["NF-GCBC"]] == "" and body[noisy + 1][at["NF-GCBC"]] == "50 (1; 200 × 256)"
-    assert len(body) == len(SUITE) + 2
+    assert len(body) == len(DATASETS) + 2
 
 
 def test_two_settings_of_an_agent_are_two_lines(some, make_run):
     make_run(some, "qhyer", 0, {1: [0, 0]}, name="paper", dataset="scene-noisy-v0", preset="paper")
-    lines = lines_of(some)
-    assert [line[1] for line in main_table(lines)[1] if line[0] == "scene-noisy"] == ["best", "paper"]
-    assert "best: 50 (1; 200 × 256); paper: 0 (1; 200)" in suite_markdown(lines)
+    assert [line[1] for line in main_table(lines_of(some)).body if line[0] == "scene-noisy"] == ["best", "paper"]
+    assert "best: 50 (1; 200 × 256); paper: 0 (1; 200)" in markdown_of(OGBENCH, some)
 
 
 def test_exploration_is_left_out_unless_named(some, make_run):
-    before = suite_markdown(lines_of(some))
+    before = markdown_of(OGBENCH, some)
     make_run(some / "exploration", "qhyer", 0, {1: [0] * 4}, name="try", dataset="cube-single-play-v0", preset="best")
-    assert suite_markdown(lines_of(some)) == before
+    assert markdown_of(OGBENCH, some) == before
     assert len(collect([some / "exploration"]).runs) == 1
 
 
 def test_the_page_has_the_table_when_several_datasets_were_run(some, runs, tmp_path):
     report = write_report([some], tmp_path / "out")
     text = report.page.read_text()
-    assert text.count('id="ogbench"') == 1 and 'href="#ogbench"' in text and "<td>not run</td>" in text
-    assert (tmp_path / "out" / "ogbench.md").read_text() == suite_markdown(lines_of(some))
+    assert text.count('id="ogbench"') == 1 and 'href="#ogbench"' in text and "<td class=quiet>not run</td>" in text
+    assert (tmp_path / "out" / "ogbench.md").read_text() == markdown_of(OGBENCH, some)
     assert 'id="ogbench"' not in write_report([runs], tmp_path / "maze").page.read_text()
     assert not (tmp_path / "maze" / "ogbench.md").exists()
 
 
-def test_the_block_is_replaced_and_nothing_else(some, tmp_path):
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
+def test_the_block_is_replaced_and_nothing_else(suite, tmp_path):
     path = tmp_path / "page.md"
-    path.write_text(MARKS)
-    put_into(path, "new\n")
+    marks = MARKS.replace("ogbench", suite.name)
+    path.write_text(marks)
+    assert suite_of(path, SUITES) is suite
+    put_into(path, suite, "new\n")
     once = path.read_text()
     assert "old" not in once and "\nnew\n" in once and once.startswith("# Title\n") and once.endswith("\nAfter.\n")
-    put_into(path, "new\n")
+    put_into(path, suite, "new\n")
     assert path.read_text() == once
-    path.write_text("# Title\n")
+
+
+@pytest.mark.parametrize("text", ["# Title\n", MARKS + MARKS, MARKS + MARKS.replace("ogbench", "mazes"), MARKS[:-40]])
+def test_a_document_without_one_place_is_left_alone(some, tmp_path, text):
+    path = tmp_path / "page.md"
+    path.write_text(text)
     with pytest.raises(UserError, match="no place for the table"):
-        put_into(path, "new\n")
-    assert path.read_text() == "# Title\n"
+        command((some,), out=tmp_path / "out", table=path)
+    assert path.read_text() == text
 
 
 def test_command_writes_summary_and_table(some, tmp_path, capsys):
@@ -118,22 +134,36 @@ def test_command_writes_summary_and_table(some, tmp_path, capsys):
 # ------------------------------------------------------------------------------------------------ what is committed
 
 
-def test_the_committed_summary_is_made_from_the_committed_rows():
-    assert (RECORDS / "summary.csv").read_text() == summary_csv(collect([RECORDS]))
+@pytest.mark.parametrize("suite", COMMITTED, ids=lambda suite: suite.name)
+def test_the_committed_summary_is_made_from_the_committed_rows(suite):
+    records = ROOT / "results" / suite.name
+    assert (records / "summary.csv").read_text() == summary_csv(collect([records]))
 
 
-def test_the_committed_table_is_made_from_the_committed_rows(tmp_path):
-    committed = (ROOT / "docs" / "ogbench.md").read_text()
-    path = tmp_path / "ogbench.md"
+@pytest.mark.parametrize("suite", COMMITTED, ids=lambda suite: suite.name)
+def test_the_committed_table_is_made_from_the_committed_rows(suite, tmp_path):
+    committed = (ROOT / "docs" / f"{suite.name}.md").read_text()
+    path = tmp_path / "page.md"
     path.write_text(committed)
-    put_into(path, suite_markdown(lines_of(RECORDS)))
+    assert suite_of(path, SUITES) is suite
+    put_into(path, suite, markdown_of(suite, ROOT / "results" / suite.name))
     assert path.read_text() == committed
 
 
-def test_the_committed_records_are_whole():
-    table = collect([RECORDS])
+@pytest.mark.parametrize("suite", COMMITTED, ids=lambda suite: suite.name)
+def test_the_committed_records_lie_where_their_names_say(suite):
+    records = ROOT / "results" / suite.name
+    table = collect([records])
     assert not table.problems
     for run in table.runs:
+        assert run.dataset in suite.datasets, run.path
+        name = "-".join(filter(None, (run.agent, run.preset, run.variant)))
+        folder, *rest = run.path.relative_to(records).parts
+        assert run.dataset.startswith(folder) and rest == [name, f"s{run.seed}"], run.path
+
+
+def test_the_committed_records_are_whole():
+    for run in collect([RECORDS]).runs:
         info = run.info
         assert info["config"] and info["versions"] and len(info["data"]["fingerprint"]) == 64, run.path
         assert info["command"].startswith("qhyer train") and " /" not in info["command"], run.path
@@ -141,11 +171,6 @@ def test_the_committed_records_are_whole():
         tasks = {row.task for row in run.last}
         assert tasks == {"1", "2", "3", "4", "5"} and len(run.last) == 250, run.path
         assert sum(file.stat().st_size for file in run.path.iterdir()) < 60_000, run.path
-        assert run.path.relative_to(RECORDS).parts == (
-            run.dataset.removesuffix("-v0"),
-            f"{run.agent}-{run.preset}",
-            f"s{run.seed}",
-        )
 
 
 def test_the_account_of_what_was_tried_agrees_with_its_rows():
@@ -170,7 +195,7 @@ def test_the_manifest_has_every_cell():
         (cell.agent, cell.preset, cell.dataset, cell.seed): cell for cell in read(ROOT / "docs/examples/ogbench.toml")
     }
     for agent in ("qhyer", "gcbc", "gcivl", "gciql", "qrl", "crl", "hiql", "nf_gcbc"):
-        assert {dataset for name, _, dataset, _ in cells if name == agent} == set(SUITE), agent
+        assert {dataset for name, _, dataset, _ in cells if name == agent} == set(DATASETS), agent
     with open(RECORDS / "summary.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows

@@ -9,7 +9,7 @@ from qhyer.records import references
 from qhyer.report import write_report
 from qhyer.report.collect import collect
 from qhyer.report.compare import compare, difference_text, tally
-from qhyer.report.published import canonical, for_dataset, published
+from qhyer.report.published import QHYER, QHYER_D4RL, canonical, for_dataset, published
 from qhyer.report.tables import groups, success_csv, success_markdown, success_rows, warnings
 
 
@@ -104,7 +104,7 @@ def test_published_numbers_add_up_to_the_totals_their_paper_prints():
         ("visual-cube", "play"): [149, 148, 100, 0, 21, 84, 46, 62, 50, 99],
     }
     agents = ["HIQL", "SAW", "OTA", "Eik-HIQRL", "GCBC", "GCIVL", "GCIQL", "QRL", "CRL", "QHyer"]
-    ours = [entry for entry in published() if entry.source.startswith("QHyer paper")]
+    ours = [entry for entry in published() if entry.source == QHYER]
     for (env, kind), expected in totals.items():
         for agent, total in zip(agents, expected):
             found = [
@@ -115,7 +115,14 @@ def test_published_numbers_add_up_to_the_totals_their_paper_prints():
             # Eik-HIQRL is not reported on pixels
             assert sum(found) == total, (env, kind, agent)
     assert len(ours) == 23 * 10 - 5
-    assert all(0 <= entry.mean <= 100 and entry.source for entry in published())
+    assert all(entry.source and (entry.measure == "score" or 0 <= entry.mean <= 100) for entry in published())
+    mazes = [entry for entry in published() if entry.source == QHYER_D4RL]
+    sums = {}
+    for entry in mazes:
+        assert entry.measure == "score"
+        sums[entry.agent] = round(sums.get(entry.agent, 0) + entry.mean, 1)
+    printed = [136.5, 158.0, 39.2, 70.6, 58.2, 148.3, 58.3, 182.1, 182.1, 277.4, 140.7, 291.5]
+    assert list(sums.values()) == printed and list(sums)[-1] == "QHyer" and len(mazes) == 24
     keys = [(entry.dataset, entry.agent, entry.source) for entry in published()]
     assert len(keys) == len(set(keys))
 
@@ -145,22 +152,12 @@ def test_losses_are_shown(tmp_path, make_run):
     assert sorted(line.published for line in lines if line.agent == "SAW") == [23, 72]
 
 
-def with_returns(folder, returns):
-    """Gives a run's rows returns, as the evaluation of Maze2D writes them."""
-    path = folder / "episodes.csv"
-    header, *lines = path.read_text().splitlines()
-    path.write_text("\n".join([header + ",return", *(f"{line},{value}" for line, value in zip(lines, returns))]) + "\n")
-    info = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**info, "environment": "maze2d-umaze-v1"}))
-
-
 def test_scores_of_returns(tmp_path, make_run):
     low, high = (references()["maze2d-umaze-v1"][key]["mean"] for key in ("random", "controller"))
     middle = (low + high) / 2
     for seed, values in enumerate(([low, high], [high, high])):  # scores 50 and 100
-        folder = make_run(tmp_path, "qhyer", seed, {1: [0, 1]}, dataset="maze2d-umaze-v1")
-        with_returns(folder, values)
-    with_returns(make_run(tmp_path, "gcbc", 0, {1: [0, 1]}, dataset="maze2d-umaze-v1"), [low, high])
+        make_run(tmp_path, "qhyer", seed, {1: [0, 1]}, dataset="maze2d-umaze-v1", returns=values)
+    make_run(tmp_path, "gcbc", 0, {1: [0, 1]}, dataset="maze2d-umaze-v1", returns=[low, high])
     make_run(tmp_path, "crl", 0, {1: [0, 1]}, dataset="pointmaze-medium-navigate-v0")
     rows = {row.agent: row for row in rows_of(tmp_path) if row.task == "overall"}
     assert rows["qhyer"].score == pytest.approx(75) and rows["qhyer"].score_std == pytest.approx(50 / math.sqrt(2))
@@ -177,15 +174,66 @@ def test_scores_of_returns(tmp_path, make_run):
     assert any(line.endswith(",,,,,") for line in lines[1:])  # crl's
     text = success_markdown(everything)
     assert "| agent | preset | seeds | return | score | score 95 % | success % | 95 % interval | task 1 |" in text
-    assert "| qhyer | demo | 2 | " in text and " | 75 ± 35.4 | 50–100 | " in text
+    assert "| qhyer | demo | 2 | " in text and " | **75 ± 35.4** | 50–100 | " in text
     assert "| agent | preset | seeds | success % | 95 % interval | task 1 |" in text and "own references" in text
 
 
 def test_returns_pass_through_a_report(tmp_path, make_run):
-    with_returns(make_run(tmp_path / "runs", "gcbc", 0, {1: [0, 1]}, dataset="maze2d-umaze-v1"), [0.0, 223.0])
+    make_run(tmp_path / "runs", "gcbc", 0, {1: [0, 1]}, dataset="maze2d-umaze-v1", returns=[0.0, 223.0])
     made = write_report([tmp_path / "runs"], tmp_path / "out")
     assert "score 95 %" in made.page.read_text()
     assert (tmp_path / "out" / "episodes.csv").read_text().splitlines()[0].endswith(",seconds,return")
     again = collect([tmp_path / "out" / "episodes.csv"])
     assert [row.returned for row in again.episodes] == [0.0, 223.0]
     assert success_rows(groups(again))[0].score == made.success[0].score
+
+
+def test_lines_are_ranked_by_score_where_there_is_one(tmp_path, make_run, capsys):
+    """All but the worst reach Maze2D's goal some time: success would put them in the wrong order, or in none."""
+    maze = dict(dataset="maze2d-umaze-v1")
+    make_run(tmp_path / "runs", "dt", 0, {1: [1, 1]}, returns=[60.0, 60.0], **maze)
+    make_run(tmp_path / "runs", "qhyer", 0, {1: [0, 1]}, returns=[0.0, 223.0], **maze)
+    made = write_report([tmp_path / "runs"], tmp_path / "out")
+    text = success_markdown(made.success)
+    assert "| **40.4** |" in text and "| 50 | 9.5–90.5 |" in text and "| 12.8 |" in text
+    page = made.page.read_text()
+    assert page.count("<h1>Scores on maze2d-umaze-v1</h1>") == 1 and "<td class=best>40.4</td>" in page
+    assert page.index("40.4") < page.index("12.8") and "Scores on maze2d-umaze-v1: qhyer 40.4; dt 12.8." in page
+    assert "<td class=best>50</td>" not in page and "another scale" in page and "cannot be subtracted" in page
+
+
+def test_a_score_is_not_compared_with_one_by_other_references(tmp_path, make_run):
+    make_run(tmp_path, "dt", 0, {1: [1, 1]}, dataset="maze2d-umaze-v1", returns=[60.0, 60.0])
+    make_run(tmp_path, "rvs", 0, {1: [1, 1]}, dataset="maze2d-umaze-v1", returns=[60.0, 60.0])
+    lines = compare(rows_of(tmp_path))
+    found = {line.agent: line for line in lines}
+    assert (found["dt"].published, found["dt"].verdict) == (31, "other scale")
+    assert found["dt"].ours == pytest.approx(12.8, abs=0.05) and math.isnan(found["dt"].difference)
+    assert found["rvs"].verdict == "unpublished" and found["rvs"].ours == found["dt"].ours
+    assert found["QHyer"].verdict == "not run" and {line.measure for line in lines} == {"score"}
+    assert sum(tally(lines).values()) == 0
+
+
+def test_a_variant_goes_by_the_name_its_sweep_gave_it(tmp_path, make_run):
+    make_run(tmp_path, "dt", 0, {1: [1]}, preset="paper", name="dt-paper-s0-0123abcd")
+    for seed in (0, 1):
+        make_run(
+            tmp_path,
+            "dt",
+            seed,
+            {1: [0]},
+            preset="paper",
+            name=f"dt-paper-backbone-s{seed}-89abcdef",
+            config={"tau": 1},
+        )
+    make_run(tmp_path, "hdt", 0, {1: [0]}, preset="paper", name="hdt-paper-backbone-s0-89abcdef")
+    found = groups(collect([tmp_path]))
+    assert [(group.agent, group.variant, len(group.runs)) for group in found] == [
+        ("dt", "", 1),
+        ("dt", "backbone", 2),
+        ("hdt", "backbone", 1),
+    ]
+    # an unnamed difference within the variant still is one
+    make_run(tmp_path, "dt", 2, {1: [0]}, preset="paper", name="dt-paper-backbone-s2-00000000", config={"tau": 2})
+    variants = [group.variant for group in groups(collect([tmp_path])) if group.agent == "dt"]
+    assert variants == ["", "backbone, tau=1", "backbone, tau=2"]

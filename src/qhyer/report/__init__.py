@@ -8,7 +8,9 @@ from pathlib import Path
 
 from qhyer.report.collect import Table, collect
 from qhyer.report.compare import Comparison, compare, comparison_csv
-from qhyer.report.suite import put_into, suite, suite_markdown, wanted
+from qhyer.report.mazes import MAZES
+from qhyer.report.ogbench import OGBENCH
+from qhyer.report.suite import put_into, suite_of
 from qhyer.report.tables import (
     SuccessRow,
     episodes_csv,
@@ -21,7 +23,9 @@ from qhyer.report.tables import (
 )
 from qhyer.storage import write_text
 
-__all__ = ["Report", "write_report"]
+__all__ = ["SUITES", "Report", "write_report"]
+
+SUITES = (OGBENCH, MAZES)
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,8 @@ def write_report(
 ) -> Report:
     """Write `out`/index.html, success.csv, success.md and episodes.csv for every run found under `runs`.
 
-    Where the runs are on several of OGBench's manipulation datasets, also ogbench.md: published against ours.
-    `summary` is a file for one line per run, `table_in` a Markdown file that holds OGBench's table between two marks.
+    Where the runs are on several datasets of a suite, also its tables, such as ogbench.md: published against ours.
+    `summary` is a file for one line per run, `table_in` a Markdown file that holds a suite's tables between two marks.
     A run that cannot be read is named in the page and in `problems`; raises `UserError` when none can.
     """
     from qhyer.report import html  # matplotlib takes a second to import; the tables do not need it
@@ -53,19 +57,20 @@ def write_report(
     rows = success_rows(found)
     comparison = compare(rows)
     notes = warnings(found)
-    against = suite(rows)
-    text, undrawn = html.page(table, found, rows, comparison, notes, sources, out)
+    shown = [(suite, suite.account(found, rows)) for suite in SUITES if suite.wanted(rows)]
+    text, undrawn = html.page(table, found, rows, comparison, shown, notes, sources, out)
     write_text(out / "success.csv", success_csv(rows))
     write_text(out / "success.md", success_markdown(rows))
     write_text(out / "episodes.csv", episodes_csv(table.episodes))
     if comparison:
         write_text(out / "published.csv", comparison_csv(comparison))
-    if wanted(rows):
-        write_text(out / "ogbench.md", suite_markdown(against))
+    for suite, account in shown:
+        write_text(out / f"{suite.name}.md", account.markdown())
     if summary is not None:
         write_text(summary, summary_csv(table))
     if table_in is not None:
-        put_into(table_in, suite_markdown(against))
+        suite = suite_of(table_in, SUITES)
+        put_into(table_in, suite, suite.account(found, rows).markdown())
     write_text(out / "index.html", text)
     problems = (*table.problems, *notes, *undrawn)
     return Report(out / "index.html", table, tuple(rows), tuple(comparison), problems)

@@ -99,6 +99,13 @@ class Run:
         return self.at(self.steps[-1]) if self.steps else ()
 
     @property
+    def variant(self) -> str:
+        """What a sweep called it beside agent and preset: its folder is AGENT-PRESET[-VARIANT]-sSEED-HASH."""
+        about = re.escape(f"{self.agent}-{self.preset}")
+        found = re.fullmatch(rf"{about}-(.+)-s{self.seed}-[0-9a-f]{{8}}(?: \(\d+\))?", self.name)
+        return found[1] if found else ""
+
+    @property
     def seconds(self) -> float | None:
         """Wall-clock of training, where it was recorded."""
         values = [row["seconds"] for row in self.timings if isinstance(row.get("seconds"), int | float)]

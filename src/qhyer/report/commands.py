@@ -10,15 +10,14 @@ from rich.table import Table as Grid
 from qhyer.report import Report, write_report
 from qhyer.report.tables import (
     OVERALL,
-    SCORE_HEADS,
     best,
-    between,
     has_scores,
     identity,
     label,
-    mean_std,
+    merit,
     number,
-    score_cells,
+    overall_cells,
+    overall_heads,
     wide,
 )
 
@@ -35,9 +34,10 @@ def report(
 
     Args:
         runs: Run folders, folders with runs at any depth (but not below one called exploration), episodes.csv files.
-        out: The folder to write: index.html, success.csv, success.md, episodes.csv; ogbench.md for OGBench's table.
-        summary: A CSV to write as well: one line for each run, with its final success in percent.
-        table: A Markdown file with two comment marks, such as docs/ogbench.md: OGBench's table is put between them.
+        out: The folder to write: index.html, success.csv, success.md, episodes.csv; ogbench.md, mazes.md.
+        summary: A CSV to write as well: one line for each run, with its final success in percent and its score.
+        table: A Markdown file with a suite's two comment marks, such as docs/ogbench.md or docs/mazes.md: the
+            suite's table is put between them.
     """
     console = Console()
     made = write_report(runs, out, summary=summary, table_in=table)
@@ -63,17 +63,15 @@ def headline(made: Report, tasks: bool = True) -> list[Grid]:
         for name in ("agent", "preset"):
             grid.add_column(name, no_wrap=True)
         scored = has_scores(row for row in made.success if row.dataset == dataset)
-        heads = SCORE_HEADS if scored else ()
-        for name in ("seeds", *heads, "success %", "95 % interval", *(f"t{task}" for task in shown)):
+        for name in ("seeds", *overall_heads(scored), *(f"t{task}" for task in shown)):
             grid.add_column(name, justify="right", no_wrap=True)
-        for cells in sorted(lines, key=lambda cells: -cells[0].mean if cells[0] else 0.0):
+        for cells in sorted(lines, key=lambda cells: -merit(cells[0]) if cells[0] else 0.0):
             row = cells[0]
             assert row is not None and row.task == OVERALL
-            cells = cells[: 1 + len(shown)]
-            texts = [mean_std(row), *(number(cell.mean, 0) if cell else "" for cell in cells[1:])]
-            bold = [cell is not None and identity(cell) in marked for cell in cells]
-            texts = [f"[bold]{text}[/bold]" if strong else text for text, strong in zip(texts, bold)]
-            about = [label(row).replace("[", "\\["), row.preset, str(row.seeds), *(score_cells(row) if scored else ())]
-            grid.add_row(*about, texts[0], between(row), *texts[1:])
+            texts = overall_cells(row, scored, identity(row) in marked)
+            for cell in cells[1 : 1 + len(shown)]:
+                texts.append((number(cell.mean, 0), identity(cell) in marked) if cell else ("", False))
+            bold = [f"[bold]{text}[/bold]" if strong else text for text, strong in texts]
+            grid.add_row(label(row).replace("[", "\\["), row.preset, str(row.seeds), *bold)
         grids.append(grid)
     return grids

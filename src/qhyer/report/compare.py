@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from qhyer.report.published import Published, canonical, for_dataset
+from qhyer.report.published import SCORE, SUCCESS, Published, canonical, for_dataset
 from qhyer.report.tables import OVERALL, SuccessRow, number, to_csv
 
 ABOVE, BELOW, AGREES, NOT_RUN, NO_NUMBER = "above", "below", "agrees", "not run", "unpublished"
+OTHER_SCALE = "other scale"
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Comparison:
     published: float
     published_std: float
     source: str
+    measure: str  # what both numbers are: success in percent, or a score
     preset: str
     variant: str
     seeds: int
@@ -31,59 +33,74 @@ class Comparison:
     low: float
     high: float
     difference: float
-    verdict: str  # above, below: the published mean lies outside our interval; agrees: inside it
+    verdict: str  # above, below: the published mean lies outside our interval; agrees: inside it. Scores: other scale
 
 
-def _pair(entry: Published | None, row: SuccessRow | None) -> Comparison:
+def _pair(entry: Published | None, row: SuccessRow | None, measure: str) -> Comparison:
     assert entry is not None or row is not None
     published = entry.mean if entry else math.nan
     spread = entry.std if entry and entry.std is not None else math.nan
+    mean, std, low, high = _measured(row, measure)
     if row is None:
         verdict = NOT_RUN
     elif entry is None:
         verdict = NO_NUMBER
-    elif row.low <= published <= row.high:
+    elif measure == SCORE:  # 0 and 100 are other returns there, in another maze: beside each other, not compared
+        verdict = OTHER_SCALE
+    elif low <= published <= high:
         verdict = AGREES
     else:
-        verdict = ABOVE if row.mean > published else BELOW
+        verdict = ABOVE if mean > published else BELOW
     return Comparison(
         dataset=entry.dataset if entry else row.dataset if row else "",
         agent=row.agent if row else entry.agent if entry else "",
         published=published,
         published_std=spread,
         source=entry.source if entry else "",
+        measure=measure,
         preset=row.preset if row else "",
         variant=row.variant if row else "",
         seeds=row.seeds if row else 0,
         step=row.step if row else "",
         batch=row.batch if row else "",
-        ours=row.mean if row else math.nan,
-        std=row.std if row else math.nan,
-        low=row.low if row else math.nan,
-        high=row.high if row else math.nan,
-        difference=row.mean - published if row and entry else math.nan,
+        ours=mean,
+        std=std,
+        low=low,
+        high=high,
+        difference=math.nan if measure == SCORE else mean - published,
         verdict=verdict,
     )
+
+
+def _measured(row: SuccessRow | None, measure: str) -> tuple[float, float, float, float]:
+    """Mean, standard deviation and interval."""
+    if row is None:
+        return math.nan, math.nan, math.nan, math.nan
+    if measure == SCORE:
+        return row.score, row.score_std, row.score_low, row.score_high
+    return row.mean, row.std, row.low, row.high
 
 
 def compare(rows: Sequence[SuccessRow], datasets: Sequence[str] = ()) -> list[Comparison]:
     """For each dataset with published numbers: our lines first, then what we have not run, highest first.
 
-    `datasets` come first and are there even where nothing was run on them.
+    `datasets` come first and are there even where nothing was run on them, or nothing published.
     """
     found: list[Comparison] = []
     overall = [row for row in rows if row.task == OVERALL]
     for dataset in dict.fromkeys([*datasets, *(row.dataset for row in overall)]):
-        entries = for_dataset(dataset)
-        if not entries:
+        entries, run = for_dataset(dataset), [row for row in overall if row.dataset == dataset]
+        if not entries and dataset not in datasets:
             continue
+        scored = entries[0].measure == SCORE if entries else any(not math.isnan(row.score) for row in run)
+        measure = SCORE if scored else SUCCESS
         used: set[Published] = set()
-        for row in (row for row in overall if row.dataset == dataset):
+        for row in run:
             mine = [entry for entry in entries if canonical(entry.agent) == canonical(row.agent)]
             used.update(mine)
-            found += [_pair(entry, row) for entry in mine] or [_pair(None, row)]
+            found += [_pair(entry, row, measure) for entry in mine] or [_pair(None, row, measure)]
         rest = sorted((e for e in entries if e not in used), key=lambda entry: (-entry.mean, entry.agent))
-        found += [_pair(entry, None) for entry in rest]
+        found += [_pair(entry, None, measure) for entry in rest]
     return found
 
 
@@ -95,6 +112,21 @@ def published_text(line: Comparison) -> str:
 def mean_text(line: Comparison) -> str:
     spread = "" if math.isnan(line.std) else f" ± {number(line.std)}"
     return number(line.ours) + spread
+
+
+def budget_text(line: Comparison) -> str:
+    """Updates × batch."""
+    steps = "–".join(f"{int(step):,}" for step in line.step.split("–")) if line.step else ""
+    return f"{steps} × {line.batch}" if line.batch else steps
+
+
+def setting_text(line: Comparison) -> str:
+    """Which of an agent's settings."""
+    return f"{line.preset} ({line.variant})" if line.variant else line.preset
+
+
+def of_agent(lines: Sequence[Comparison], dataset: str, agent: str) -> list[Comparison]:
+    return [line for line in lines if line.dataset == dataset and canonical(line.agent) == canonical(agent)]
 
 
 def ours_text(line: Comparison) -> str:

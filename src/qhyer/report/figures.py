@@ -27,7 +27,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Rectangle
 
 from qhyer.report.collect import Run, curve, load_arrays, metric_names, natural
-from qhyer.report.tables import OVERALL, Group, SuccessRow, number, run_score, success
+from qhyer.report.tables import OVERALL, Group, SuccessRow, all_scored, number, run_score, success
 
 SVG_LIMIT = 450_000  # bytes of one SVG beyond which PNG is the smaller and faster picture
 POINTS = 400  # of one drawn rollout; more cannot be seen at this size
@@ -192,15 +192,19 @@ def _themed(svg: str, marks: Palette, alt: str, key: str) -> str:
 
 
 def success_bars(found: Sequence[Group]) -> Figure | None:
-    """One panel for all tasks together and one for each task; a bar and its interval for each agent."""
+    """One panel for all tasks together and one for each task; a bar and its interval for each agent. Scores, with
+    one panel alone, where the dataset has them."""
     rows = {group.label: {row.task: row for row in success(group)} for group in found}
     rows = {label: cells for label, cells in rows.items() if cells}
     if not rows:
         return None
     agents = {group.label: group.agent for group in found}
-    order = sorted(rows, key=lambda label: rows[label][OVERALL].mean)  # the best on top
+    scored = all_scored(cells[OVERALL] for cells in rows.values())
+    order = sorted(rows, key=lambda label: _extent(rows[label][OVERALL], scored)[0])  # the best on top
     tasks = sorted({task for cells in rows.values() for task in cells if task != OVERALL}, key=natural)
-    columns = [OVERALL, *tasks] if len(tasks) > 1 else [OVERALL]
+    columns = [OVERALL, *tasks] if len(tasks) > 1 and not scored else [OVERALL]
+    ends = [end for cells in rows.values() for end in _extent(cells[OVERALL], scored)[1:]]
+    limits = min(0.0, *ends), max(100.0, *ends)
     across = min(len(columns), 6)
     down = -(-len(columns) // across)
 
@@ -208,7 +212,7 @@ def success_bars(found: Sequence[Group]) -> Figure | None:
         longest = max(len(label) for label in order)
         left = min(0.25 + 0.075 * longest, 3.2)
         height = 0.62 + 0.34 * len(order)
-        width = left + 1.48 * across + 0.15
+        width = left + (3.6 if scored else 1.48 * across) + 0.15
         canvas, axes = plt.subplots(
             down, across, figsize=(width, height * down), squeeze=False, sharey=True, layout=None
         )
@@ -223,8 +227,9 @@ def success_bars(found: Sequence[Group]) -> Figure | None:
         for ax in axes.flat[len(columns) :]:
             ax.set_visible(False)
         for ax, column in zip(axes.flat, columns):
-            ax.set_title("all tasks" if column == OVERALL else f"task {column}", loc="left", pad=5)
-            ax.set_xlim(0, 100)
+            title = "score" if scored else "all tasks" if column == OVERALL else f"task {column}"
+            ax.set_title(title, loc="left", pad=5)
+            ax.set_xlim(*limits)
             ax.set_xticks([0, 50, 100])
             ax.set_ylim(-0.6, len(order) - 0.4)
             ax.tick_params(length=0, pad=4)
@@ -235,7 +240,7 @@ def success_bars(found: Sequence[Group]) -> Figure | None:
             for place, name in enumerate(order):
                 row = rows[name].get(column)
                 if row is not None:
-                    _bar(ax, place, row, colours[agent_variable(agents[name])], colours)
+                    _bar(ax, place, row, scored, colours[agent_variable(agents[name])], colours)
             for text, side in zip(ax.get_xticklabels(), ("left", "center", "right")):
                 text.set_horizontalalignment(side)  # so that 100 keeps off the next panel's 0
             ax.set_yticks(range(len(order)), [_shorten(name) for name in order])
@@ -244,21 +249,31 @@ def success_bars(found: Sequence[Group]) -> Figure | None:
         return canvas
 
     dataset = found[0].dataset
-    words = "; ".join(f"{name} {number(rows[name][OVERALL].mean)} %" for name in reversed(order))
+    unit = "" if scored else " %"
+    words = "; ".join(f"{name} {number(_extent(rows[name][OVERALL], scored)[0])}{unit}" for name in reversed(order))
+    what = "Score" if scored else "Success %"
+    every = "" if scored else ", for all tasks together and for each one"
     return render(
         draw,
-        alt=f"Success on {dataset} for each task. Over all tasks: {words}.",
-        caption="Success % at the last evaluation, for all tasks together and for each one. The line is "
-        "the 95 % interval.",
+        alt=f"Scores on {dataset}: {words}."
+        if scored
+        else f"Success on {dataset} for each task. Over all tasks: {words}.",
+        caption=f"{what} at the last evaluation{every}. The line is the 95 % interval.",
         key=f"bars {dataset}",
     )
 
 
-def _bar(ax: Any, place: int, row: SuccessRow, colour: str, colours: Palette) -> None:
+def _extent(row: SuccessRow, scored: bool) -> tuple[float, float, float]:
+    """Where a bar ends, and its interval."""
+    return (row.score, row.score_low, row.score_high) if scored else (row.mean, row.low, row.high)
+
+
+def _bar(ax: Any, place: int, row: SuccessRow, scored: bool, colour: str, colours: Palette) -> None:
     # A variant shares its agent's colour, fainter.
-    ax.barh(place, row.mean, height=0.62, color=colour, alpha=0.5 if row.variant else 0.82, linewidth=0)
-    ax.plot([row.low, row.high], [place, place], color=colours["ink"], linewidth=1.3, solid_capstyle="butt")
-    for end in (row.low, row.high):
+    mean, low, high = _extent(row, scored)
+    ax.barh(place, mean, height=0.62, color=colour, alpha=0.5 if row.variant else 0.82, linewidth=0)
+    ax.plot([low, high], [place, place], color=colours["ink"], linewidth=1.3, solid_capstyle="butt")
+    for end in (low, high):
         ax.plot([end, end], [place - 0.13, place + 0.13], color=colours["ink"], linewidth=1.3)
 
 

@@ -19,28 +19,31 @@ from qhyer.report.compare import (
     BELOW,
     NO_NUMBER,
     NOT_RUN,
+    OTHER_SCALE,
     Comparison,
     difference_text,
     ours_text,
     published_text,
     tally,
 )
+from qhyer.report.published import SCORE
 from qhyer.report.statistics import RESAMPLES
-from qhyer.report.suite import AGENTS_CAPTION, MAIN_CAPTION, NOTE, Cells, agents_table, main_table, suite, wanted
+from qhyer.report.suite import Account, Part, Suite
 from qhyer.report.tables import (
     OVERALL,
-    SCORE_HEADS,
     SCORE_NOTE,
     Group,
     SuccessRow,
+    all_scored,
     best,
     between,
     has_scores,
     identity,
     label,
-    mean_std,
+    merit,
     number,
-    score_cells,
+    overall_cells,
+    overall_heads,
     wide,
 )
 
@@ -166,8 +169,7 @@ def _headline(rows: Sequence[SuccessRow]) -> str:
     datasets = list(dict.fromkeys(row.dataset for row in rows))
     several = len(datasets) > 1
     scored = has_scores(rows)
-    columns = ["agent", "preset", "seeds", *(SCORE_HEADS if scored else ()), "success %", "95 % interval"]
-    columns += ["episodes", "step"]
+    columns = ["agent", "preset", "seeds", *overall_heads(scored), "episodes", "step"]
     heads = [f'<th scope="col"{" class=t" if i < 2 else ""}>{name}</th>' for i, name in enumerate(columns)]
     if not several:
         heads += [f'<th scope="col">task {escape(task)}</th>' for task in wide(rows, datasets[0])[0]]
@@ -177,23 +179,26 @@ def _headline(rows: Sequence[SuccessRow]) -> str:
         if several:
             lines += f'<tr class="group"><th colspan="{len(heads)}" scope="rowgroup">{escape(dataset)}</th></tr>'
         matrix = wide(rows, dataset)[1]
-        for cells in sorted(matrix, key=lambda cells: -cells[0].mean if cells[0] else 0.0):
+        for cells in sorted(matrix, key=lambda cells: -merit(cells[0]) if cells[0] else 0.0):
             row = cells[0]
             assert row is not None
-            strong = ' class="best"' if identity(row) in marked else ""
+            shown = overall_cells(row, scored, identity(row) in marked)
             lines += (
                 f'<tr><th scope="row" class="t">{_dot(row.agent)}{escape(label(row))}</th>'
                 f'<td class="t">{escape(row.preset)}</td><td>{row.seeds}</td>'
-                + "".join(f"<td>{cell}</td>" for cell in (score_cells(row) if scored else ()))
-                + f"<td{strong}>{mean_std(row)}</td>"
-                f"<td>{between(row)}</td><td>{row.episodes:,}</td><td>{escape(_steps(row.step))}</td>"
+                + "".join(f"<td{' class=best' if strong else ''}>{text}</td>" for text, strong in shown)
+                + f"<td>{row.episodes:,}</td><td>{escape(_steps(row.step))}</td>"
             )
             for cell in cells[1:] if not several else []:
                 top = " best" if cell is not None and identity(cell) in marked else ""
                 lines += f'<td class="task{top}">{number(cell.mean) if cell else ""}</td>'
             lines += "</tr>"
         body += f"<tbody>{lines}</tbody>"
-    star = " ★ marks the highest mean of a dataset." if len(rows) > 1 and marked else ""
+    star = (
+        f" ★ marks the highest mean{' (score, where there is one)' if scored else ''} of a dataset."
+        if len(rows) > 1 and marked
+        else ""
+    )
     caption = f"Success at the last evaluation; ± is the standard deviation over seeds.{star}"
     caption += f" {SCORE_NOTE}" if scored else ""
     return _table(caption, f"<tr>{''.join(heads)}</tr>", body)
@@ -210,7 +215,7 @@ def _per_task(rows: Sequence[SuccessRow], dataset: str) -> str:
     head = '<tr><th scope="col" class="t">agent</th>'
     head += "".join(f'<th scope="col">task {escape(task)}</th>' for task in tasks) + "</tr>"
     body = ""
-    for cells in sorted(lines, key=lambda cells: -cells[0].mean if cells[0] else 0.0):
+    for cells in sorted(lines, key=lambda cells: -merit(cells[0]) if cells[0] else 0.0):
         row = cells[0]
         assert row is not None
         body += f'<tr><th scope="row" class="t">{_dot(row.agent)}{escape(label(row))}'
@@ -227,10 +232,12 @@ def _per_task(rows: Sequence[SuccessRow], dataset: str) -> str:
 
 
 def _comparison(lines: Sequence[Comparison]) -> str:
+    scored = lines[0].measure == SCORE
+    unit = "" if scored else " %"
     columns = [
         "agent",
-        "published %",
-        "ours % (interval)",
+        f"published{unit}",
+        f"ours{unit} (interval)",
         "seeds",
         "step",
         "difference",
@@ -260,13 +267,16 @@ def _comparison(lines: Sequence[Comparison]) -> str:
         if compared
         else "None of the agents run here has a published number on this dataset."
     )
+    beside = sum(line.verdict == OTHER_SCALE for line in lines)
+    if beside:
+        summary = f"{_plural(beside, 'published score')} beside ours, on another scale."
     unknown = list(dict.fromkeys(line.agent for line in lines if line.verdict == NO_NUMBER))
-    if unknown and compared:
+    if unknown and (compared or beside):
         summary += f" No published number is known here for {', '.join(map(escape, unknown))}."
     return (
         f"<p>{summary}</p>"
         + _table(
-            "Published success against ours; the small number names the source.",
+            f"Published {'scores' if scored else 'success'} against ours; the small number names the source.",
             f"<tr>{head}</tr>",
             f"<tbody>{body}</tbody>",
         )
@@ -274,25 +284,25 @@ def _comparison(lines: Sequence[Comparison]) -> str:
     )
 
 
-def _cells(caption: str, table: Cells) -> str:
-    """A table of plain cells; the first two columns are text."""
-    header, lines = table
-    head = "".join(f'<th scope="col"{" class=t" if i < 2 else ""}>{escape(name)}</th>' for i, name in enumerate(header))
+def _part(part: Part) -> str:
+    """A table of plain cells."""
+    kinds = [" class=t" if i < part.left else "" for i in range(len(part.header))]
+    head = "".join(f'<th scope="col"{kind}>{escape(name)}</th>' for kind, name in zip(kinds, part.header))
     body = ""
-    for cells in lines:
-        quiet = ' class="quiet"' if NOT_RUN in cells else ""
-        body += f'<tr{quiet}><th scope="row" class="t">{escape(cells[0])}</th><td class="t">{escape(cells[1])}</td>'
-        body += "".join(f"<td>{escape(cell)}</td>" for cell in cells[2:]) + "</tr>"
-    return _table(caption, f"<tr>{head}</tr>", f"<tbody>{body}</tbody>")
+    for first, *rest in part.body:
+        body += f'<tr><th scope="row" class="t">{escape(first)}</th>'
+        for kind, cell in zip(kinds[1:], rest):
+            body += f"<td{' class=quiet' if cell == NOT_RUN else kind}>{escape(cell)}</td>"
+        body += "</tr>"
+    return _table(part.caption, f"<tr>{head}</tr>", f"<tbody>{body}</tbody>")
 
 
-def _suite(rows: Sequence[SuccessRow]) -> str:
-    lines = suite(rows)
+def _suite(suite: Suite, account: Account) -> str:
     return (
-        '<section id="ogbench"><h2>OGBench manipulation</h2>'
-        + _cells(MAIN_CAPTION, main_table(lines))
-        + _cells(AGENTS_CAPTION, agents_table(lines))
-        + f"<p class=small>{escape(NOTE)}</p></section>"
+        f'<section id="{suite.name}"><h2>{escape(suite.title)}</h2>'
+        + "".join(map(_part, account.parts))
+        + "".join(f"<p class=small>{escape(note)}</p>" for note in account.notes)
+        + "</section>"
     )
 
 
@@ -348,14 +358,19 @@ def _dataset(
     pictures: _Pictures,
 ) -> str:
     part = f'<section id="{anchor(dataset)}"><h2>{escape(title)}</h2>'
-    part += pictures(figures.success_bars, found, f"Success for each task on {dataset}")
+    scored = all_scored(row for row in rows if row.dataset == dataset)
+    part += pictures(figures.success_bars, found, f"{'Scores' if scored else 'Success for each task'} on {dataset}")
     if any(row.dataset == dataset and row.task != OVERALL for row in rows):
-        part += "<details><summary>The same in numbers</summary><div class=inside>"
+        part += f"<details><summary>{'Success' if scored else 'The same'} in numbers</summary><div class=inside>"
         part += _per_task(rows, dataset) + "</div></details>"
     if lines:
         part += "<h3>Published against ours</h3>" + _comparison(lines)
         part += (
-            "<p class=small>Published numbers come from full-length training on the "
+            "<p class=small>The published scores are D4RL's: normalised by its references, in its environment, on its "
+            "data. Ours are normalised by references measured here (docs/protocol.md). Each scale ranks agents; their "
+            "numbers cannot be subtracted.</p>"
+            if lines[0].measure == SCORE
+            else "<p class=small>Published numbers come from full-length training on the "
             "published dataset, and OGBench averages the last three evaluations. Ours are the last "
             "evaluation of the runs listed below, with the steps and data given there.</p>"
         )
@@ -393,7 +408,7 @@ def _dataset(
 def _score(group: Group, rows: Sequence[SuccessRow]) -> float:
     """Sections list agents as the headline does, the best first."""
     key = (group.dataset, group.agent, group.preset, group.variant, OVERALL)
-    scores = [r.mean for r in rows if (r.dataset, r.agent, r.preset, r.variant, r.task) == key]
+    scores = [merit(r) for r in rows if (r.dataset, r.agent, r.preset, r.variant, r.task) == key]
     return scores[0] if scores else -1.0
 
 
@@ -478,6 +493,11 @@ def _statistics(rows: Sequence[SuccessRow]) -> str:
             "task. With fewer than about five seeds it is too narrow. Where all seeds scored "
             "alike, Wilson's stands in."
         )
+    if has_scores(rows):
+        notes.append(
+            f"<strong>Score.</strong> {escape(SCORE_NOTE)} Its interval is a bootstrap over seeds, or of one seed over "
+            "its episodes. Where there are scores, agents are ranked by them."
+        )
     notes.append(
         "<strong>Files.</strong> <code>success.csv</code> has every row with mean, std, interval and "
         "interquartile mean; <code>episodes.csv</code> has every episode these numbers come from."
@@ -490,6 +510,7 @@ def page(
     found: Sequence[Group],
     rows: Sequence[SuccessRow],
     lines: Sequence[Comparison],
+    suites: Sequence[tuple[Suite, Account]],
     notes: Sequence[str],
     sources: Sequence[Path],
     out: Path,
@@ -508,7 +529,8 @@ def page(
         )
         for dataset in datasets
     )
-    title = f"Success on {datasets[0]}" if len(datasets) == 1 else "Success by dataset and agent"
+    word = "Scores" if all_scored(rows) else "Success"
+    title = f"{word} on {datasets[0]}" if len(datasets) == 1 else f"{word} by dataset and agent"
     agents = len({group.agent for group in found})
     lead = ", ".join(
         [
@@ -523,9 +545,9 @@ def page(
     if problems:
         items = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
         warning = f'<aside class="note"><p>Before you compare</p><ul>{items}</ul></aside>'
-    against = _suite(rows) if wanted(rows) else ""
+    against = "".join(_suite(suite, account) for suite, account in suites)
     links = [*((anchor(dataset), dataset) for dataset in datasets)] if len(datasets) > 1 else []
-    links = [("ogbench", "OGBench manipulation"), *links] if against else links
+    links = [*((suite.name, suite.title) for suite, _ in suites), *links]
     links += [("runs", "Runs"), ("reproduce", "Reproduce"), ("statistics", "How to read the numbers")]
     nav = "".join(f'<li><a href="#{target}">{escape(name)}</a></li>' for target, name in links)
     css = CSS.replace("LIGHT", figures.theme_css(dark=False)).replace("DARK", figures.theme_css(dark=True))

@@ -1,4 +1,4 @@
-"""Published success rates, copied as printed, each with its source. None is ours, and none is guessed.
+"""Published success rates and scores, copied as printed, each with its source. None is ours, and none is guessed.
 
 The same algorithm may stand twice for one dataset when two papers report different numbers: both are shown,
 because which of them a reader believes decides what "reproduced" means.
@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+SUCCESS, SCORE = "success", "score"
+
 QHYER = "QHyer paper, table “Results on OGBench manipulation tasks” (8 seeds; 4 for pixels)"
+QHYER_D4RL = "QHyer paper, table “Results on D4RL” (5 seeds; all but QHyer's from their own papers)"
 SAW = "SAW paper (Zhou et al. 2025), table 1"
 SAW_QUOTING = "OGBench paper (Park et al. 2025), as quoted in table 1 of the SAW paper (Zhou et al. 2025)"
 NF = "Normalizing-flow paper (Ghugare and Eysenbach 2025), NF-GCBC, 5 seeds, means only"
@@ -79,19 +82,27 @@ scene-play-v0                     42.0
 puzzle-3x3-play-v0                 4.5
 """
 
+# D4RL's normalised scores: its references, environment and data, under the names these mazes have here.
+_MAZE2D_TABLE = """
+dataset             CQL   IQL    DT   QDT   GDT   VDT    DC DMamba DMixer    QT  LSDT      QHyer
+maze2d-umaze-v1    94.7  74.0  31.0  57.3  50.4  60.3  20.1   83.4   86.9 105.4  72.3  118.5±1.9
+maze2d-medium-v1   41.8  84.0   8.2  13.3   7.8  88.0  38.2   98.7   95.2 172.0  68.4 173.0±11.9
+"""
+
 
 @dataclass(frozen=True)
 class Published:
-    """One printed number: success in percent, and its spread over seeds where the source prints one."""
+    """One printed number: success in percent or a score, and its spread over seeds where the source prints one."""
 
     dataset: str
     agent: str  # as the source prints it
     mean: float
     std: float | None
     source: str
+    measure: str = SUCCESS  # or SCORE: a return normalised by the source's own references, not by ours
 
 
-def _read(table: str, source: str) -> Iterator[Published]:
+def _read(table: str, source: str, measure: str = SUCCESS) -> Iterator[Published]:
     header, *lines = table.strip().splitlines()
     agents = header.split()[1:]
     for line in lines:
@@ -100,7 +111,7 @@ def _read(table: str, source: str) -> Iterator[Published]:
             if cell == "/":  # not reported
                 continue
             mean, _, std = cell.partition("±")
-            yield Published(dataset, agent, float(mean), float(std) if std else None, source)
+            yield Published(dataset, agent, float(mean), float(std) if std else None, source, measure)
 
 
 @cache
@@ -112,6 +123,7 @@ def published() -> tuple[Published, ...]:
         *_read(_SAW_RERUN, f"{SAW}, rerun there with expectile 0.9"),
         *_read(_OGBENCH_TABLE, OGBENCH),
         *_read(_NF_TABLE, NF),
+        *_read(_MAZE2D_TABLE, QHYER_D4RL, SCORE),
     )
 
 

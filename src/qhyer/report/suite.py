@@ -1,121 +1,80 @@
-"""OGBench's manipulation datasets as one table: published against ours, and what has not been run says so."""
+"""A suite: datasets that belong in one table, published against ours, and the place of that table in a document."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from qhyer.errors import UserError
-from qhyer.report.compare import NOT_RUN, Comparison, compare, difference_text, mean_text, published_text
-from qhyer.report.published import NF, QHYER, canonical
-from qhyer.report.tables import SuccessRow, markdown, number
+from qhyer.report.tables import Group, SuccessRow, markdown
 from qhyer.storage import write_text
 
-SUITE = tuple(
-    f"{scene}-{kind}-v0"
-    for scene in ("cube-single", "cube-double", "scene", "puzzle-3x3", "puzzle-4x4")
-    for kind in ("play", "noisy")
-)
-AGENTS = ("QHyer", "GCBC", "GCIVL", "GCIQL", "QRL", "CRL", "HIQL", "NF-GCBC")
-SOURCES = (QHYER, NF, "")  # one number for an agent and a dataset; the report's own sections have the others too
 
-BEGIN, END = "<!-- ogbench table", "<!-- end of ogbench table"
+@dataclass(frozen=True)
+class Part:
+    """One table of plain cells."""
 
-MAIN_CAPTION = "QHyer, published against ours"
-AGENTS_CAPTION = "All agents, published and ours"
-NOTE = (
-    "Success in percent, ± the standard deviation over seeds. Published: as printed in the QHyer paper (8 seeds, a "
-    "million updates of 1024); NF-GCBC as its own paper has it (means only). Ours: the last evaluation of each run, "
-    "with the interval of docs/protocol.md; difference is our mean less the published one. In brackets: seeds; "
-    "updates × batch. Not run: no run is among these records."
-)
-
-Cells = tuple[list[str], list[list[str]]]
-"""A header, and the lines below it."""
+    caption: str
+    header: list[str]
+    body: list[list[str]]
+    left: int = 1  # columns of text; the rest are numbers
 
 
-def suite(rows: Sequence[SuccessRow]) -> list[Comparison]:
-    """The suite's comparisons in its order, from all rows of a report."""
-    known = {canonical(agent) for agent in AGENTS}
-    return [
-        line
-        for line in compare(rows, SUITE)
-        if line.dataset in SUITE and line.source in SOURCES and canonical(line.agent) in known
-    ]
+@dataclass(frozen=True)
+class Account:
+    """What a suite has to say about runs: tables, and paragraphs below them."""
+
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...]
+
+    def markdown(self) -> str:
+        tables = [f"**{part.caption}**\n\n{markdown(part.header, part.body, left=part.left)}" for part in self.parts]
+        return "\n".join([*tables, *(f"{textwrap.fill(note, 120)}\n" for note in self.notes)])
 
 
-def wanted(rows: Sequence[SuccessRow]) -> bool:
-    """Whether a report is about the suite: more than one of its datasets. One has a section of its own anyway."""
-    return len({row.dataset for row in rows} & set(SUITE)) > 1
+@dataclass(frozen=True)
+class Suite:
+    """`name` is that of its file, of its section in the page and of its marks in a document."""
+
+    name: str
+    title: str
+    datasets: tuple[str, ...]
+    account: Callable[[Sequence[Group], Sequence[SuccessRow]], Account]
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """How the line above the tables begins, and the one below them."""
+        return f"<!-- {self.name} table", f"<!-- end of {self.name} table"
+
+    def place(self, lines: Sequence[str]) -> tuple[int, int] | None:
+        """Where those two lines are, if both are there, each once."""
+        begins, ends = ([n for n, line in enumerate(lines) if line.startswith(mark)] for mark in self.marks)
+        return (begins[0], ends[0]) if len(begins) == len(ends) == 1 and begins[0] < ends[0] else None
+
+    def wanted(self, rows: Sequence[SuccessRow]) -> bool:
+        """Whether a report is about the suite: more than one of its datasets. One has a section of its own anyway."""
+        return len({row.dataset for row in rows} & set(self.datasets)) > 1
 
 
-def _of(lines: Sequence[Comparison], dataset: str, agent: str) -> list[Comparison]:
-    return [line for line in lines if line.dataset == dataset and canonical(line.agent) == canonical(agent)]
-
-
-def _label(line: Comparison) -> str:
-    return f"{line.preset} ({line.variant})" if line.variant else line.preset
-
-
-def _budget(line: Comparison) -> str:
-    steps = "–".join(f"{int(step):,}" for step in line.step.split("–")) if line.step else ""
-    return f"{steps} × {line.batch}" if line.batch else steps
-
-
-def main_table(lines: Sequence[Comparison]) -> Cells:
-    """QHyer: a line for each dataset and setting that was run, and one for each dataset that was not."""
-    header = ["dataset", "preset", "published", "ours", "95 % interval", "seeds", "updates × batch", "difference"]
-    body = []
-    for dataset in SUITE:
-        for line in _of(lines, dataset, "QHyer"):
-            name, theirs = dataset.removesuffix("-v0"), published_text(line)
-            if line.verdict == NOT_RUN:
-                body.append([name, "", theirs, NOT_RUN, "", "", "", ""])
-                continue
-            interval = f"{number(line.low)}–{number(line.high)}"
-            numbers = [theirs, mean_text(line), interval, str(line.seeds), _budget(line), difference_text(line)]
-            body.append([name, _label(line), *numbers])
-    return header, body
-
-
-def agents_table(lines: Sequence[Comparison]) -> Cells:
-    """Every agent's published number, and below it ours where we have one."""
-    body = []
-    for dataset in SUITE:
-        by_agent = {agent: _of(lines, dataset, agent) for agent in AGENTS}
-        published = [published_text(found[0]) if found else "" for found in by_agent.values()]
-        body.append([dataset.removesuffix("-v0"), "published", *published])
-        ours = []
-        for found in by_agent.values():
-            run = [line for line in found if line.verdict != NOT_RUN]
-            texts = [
-                (f"{_label(line)}: " if len(run) > 1 else "") + f"{mean_text(line)} ({line.seeds}; {_budget(line)})"
-                for line in run
-            ]
-            ours.append("; ".join(texts))
-        if any(ours):
-            body.append(["", "ours", *ours])
-    return ["dataset", "", *AGENTS], body
-
-
-def suite_markdown(lines: Sequence[Comparison]) -> str:
-    """Both tables and how to read them."""
-    return (
-        f"**{MAIN_CAPTION}**\n\n{markdown(*main_table(lines), left=2)}\n"
-        f"**{AGENTS_CAPTION}**\n\n{markdown(*agents_table(lines), left=2)}\n{textwrap.fill(NOTE, 120)}\n"
+def suite_of(path: Path, suites: Sequence[Suite]) -> Suite:
+    """The suite whose tables a Markdown file has a place for."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = [suite for suite in suites if suite.place(lines)]
+    if len(found) == 1:
+        return found[0]
+    pairs = ", or ".join(f"`{begin}` and `{end}`" for begin, end in (suite.marks for suite in suites))
+    raise UserError(
+        f"{path} has no place for the table: write a line that begins with the first, and below it one that begins "
+        f"with the second, of {pairs}; each once, one pair alone; both end with `-->`"
     )
 
 
-def put_into(path: Path, text: str) -> None:
-    """Replace what stands between the two marks of a Markdown file."""
+def put_into(path: Path, suite: Suite, text: str) -> None:
+    """Replace what stands between the suite's two marks in a Markdown file."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    begins = [number for number, line in enumerate(lines) if line.startswith(BEGIN)]
-    ends = [number for number, line in enumerate(lines) if line.startswith(END)]
-    if len(begins) != 1 or len(ends) != 1 or begins[0] > ends[0]:
-        raise UserError(
-            f"{path} has no place for the table: write a line that begins with `{BEGIN}` and below it one that "
-            f"begins with `{END}`, each once; both end with `-->`"
-        )
-    kept = [*lines[: begins[0] + 1], "", *text.strip().splitlines(), "", *lines[ends[0] :]]
+    place = suite.place(lines)
+    assert place is not None, path
+    kept = [*lines[: place[0] + 1], "", *text.strip().splitlines(), "", *lines[place[1] :]]
     write_text(path, "\n".join(kept) + "\n")

@@ -37,7 +37,7 @@ class Group:
     dataset: str
     agent: str
     preset: str
-    variant: str  # what sets it apart from other runs of the same preset, for example `tau=0.9`; mostly empty
+    variant: str  # what sets it apart from other runs of the same preset: `backbone`, `tau=0.9`; mostly empty
     label: str  # the agent, and as much more as it takes to tell two lines of a dataset apart
     runs: tuple[Run, ...]
 
@@ -60,6 +60,13 @@ class Group:
         """The batch of an update, where the runs say it and agree."""
         sizes = {batch_size(run) for run in self.scored}
         return sizes.pop() if len(sizes) == 1 else ""
+
+    @property
+    def parameters(self) -> str:
+        """As the runs count them, where they do and agree."""
+        counts = {run.info.get("parameters") for run in self.scored}
+        count = counts.pop() if len(counts) == 1 else None
+        return f"{count:,}" if isinstance(count, int) else ""
 
 
 @dataclass(frozen=True)
@@ -124,8 +131,8 @@ def _text(value: Any) -> str:
 
 
 def groups(table: Table) -> list[Group]:
-    """Runs by dataset, agent and preset. Where such runs have different settings, they are told apart by
-    those, so that an ablation is never averaged with the real thing."""
+    """Runs by dataset, agent and preset. Where such runs are variants of a sweep or have different settings, they
+    are told apart by those, so that an ablation is never averaged with the real thing."""
     by_name: dict[tuple[str, str, str], list[Run]] = {}
     presets: dict[tuple[str, str], set[str]] = {}
     for run in table.runs:
@@ -134,8 +141,12 @@ def groups(table: Table) -> list[Group]:
     found: list[Group] = []
     for (dataset, agent, preset), runs in by_name.items():
         variants: dict[str, list[Run]] = {}
-        for run, variant in zip(runs, _variants(runs)):
-            variants.setdefault(variant, []).append(run)
+        named: dict[str, list[Run]] = {}
+        for run in runs:
+            named.setdefault(run.variant, []).append(run)
+        for name, alike in named.items():
+            for run, settings in zip(alike, _variants(alike)):
+                variants.setdefault(", ".join(filter(None, (name, settings))), []).append(run)
         for variant, members in variants.items():
             label = agent if len(presets[dataset, agent]) == 1 else f"{agent} {preset}"
             label += f" ({variant})" if variant else ""
@@ -195,6 +206,23 @@ def run_score(rows: Sequence[Episode]) -> float:
     return float(np.mean([rate(members) for members in tasks.values()]))
 
 
+def run_return(rows: Iterable[Episode]) -> float:
+    """Mean return of one evaluation; NaN where its tasks pay none."""
+    returns = [row.returned for row in rows if not math.isnan(row.returned)]
+    return float(np.mean(returns)) if returns else math.nan
+
+
+def environment(run: Run) -> str:
+    return run.info.get("environment") or run.dataset
+
+
+def normalised_score(run: Run) -> float:
+    """A run's return at its last evaluation, normalised; NaN without a return, or references for it."""
+    returned = run_return(run.last)
+    score = None if math.isnan(returned) else normalised(environment(run), returned)
+    return math.nan if score is None else score
+
+
 def _row(group: Group, task: str, members: Sequence[Sequence[Episode]], strata: list[list[float]]) -> SuccessRow:
     scores = [run_score(rows) for rows in members]
     mean, std = mean_and_std(scores)
@@ -232,19 +260,18 @@ def _row(group: Group, task: str, members: Sequence[Sequence[Episode]], strata: 
 
 def _scores(group: Group, task: str, members: Sequence[Sequence[Episode]]) -> dict[str, float]:
     """Returns and normalised scores; the interval is a bootstrap over seeds, of one seed over its episodes."""
-    returns = [[row.returned for row in rows if not math.isnan(row.returned)] for rows in members]
-    if not all(returns):
+    of_runs = [run_return(rows) for rows in members]
+    if any(math.isnan(value) for value in of_runs):
         return {}
-    of_runs = [float(np.mean(values)) for values in returns]
     found = {"returned": float(np.mean(of_runs))}
-    environment = group.runs[0].info.get("environment") or group.dataset
-    scale = [normalised(environment, value) for value in (0.0, 1.0)]
+    scale = [normalised(environment(group.runs[0]), value) for value in (0.0, 1.0)]
     if scale[0] is None or scale[1] is None:
         return found
     zero, unit = scale[0], scale[1] - scale[0]
     mean, std = mean_and_std(of_runs)
     stream = numpy_stream(0, "report", "score", group.dataset, group.agent, group.preset, group.variant, task)
-    drawn = of_runs if len(set(of_runs)) > 1 else [value for values in returns for value in values]
+    episodes = (row.returned for rows in members for row in rows if not math.isnan(row.returned))
+    drawn = of_runs if len(set(of_runs)) > 1 else list(episodes)
     low, high = stratified_bootstrap([drawn], stream)
     return found | {
         "score": zero + unit * mean,
@@ -271,17 +298,22 @@ def success_rows(found: Sequence[Group]) -> list[SuccessRow]:
     return [row for group in found for row in success(group)]
 
 
+def merit(row: SuccessRow) -> float:
+    """What lines are ranked by: the score where there is one, since all but the worst reach such a goal some time."""
+    return row.mean if row.task != OVERALL or math.isnan(row.score) else row.score
+
+
 def best(rows: Sequence[SuccessRow]) -> set[tuple[str, str]]:
-    """The identities of the rows that hold the highest mean of their dataset and task. A tie marks every
+    """The identities of the rows that hold the highest merit of their dataset and task. A tie marks every
     holder; a column of one line, or of zeros, marks none."""
     columns: dict[tuple[str, str], list[SuccessRow]] = {}
     for row in rows:
         columns.setdefault((row.dataset, row.task), []).append(row)
     marked = set()
     for members in columns.values():
-        top = max(row.mean for row in members)
+        top = max(merit(row) for row in members)
         if len(members) > 1 and top > 0:
-            marked |= {identity(row) for row in members if math.isclose(row.mean, top)}
+            marked |= {identity(row) for row in members if math.isclose(merit(row), top)}
     return marked
 
 
@@ -313,14 +345,29 @@ def has_scores(rows: Iterable[SuccessRow]) -> bool:
     return any(not math.isnan(row.returned) for row in rows)
 
 
-def score_cells(row: SuccessRow) -> list[str]:
-    """Return, score and its interval, as they are shown; empty where the task has none."""
+def all_scored(rows: Iterable[SuccessRow]) -> bool:
+    """Whether lines can be drawn by their scores: every one has it."""
+    scores = [row.score for row in rows]
+    return bool(scores) and not any(math.isnan(score) for score in scores)
+
+
+def overall_heads(scored: bool) -> tuple[str, ...]:
+    """Above the cells of an overall row; `scored` where one of the dataset's lines has returns."""
+    return (*(SCORE_HEADS if scored else ()), *SUCCESS_HEADS)
+
+
+def overall_cells(row: SuccessRow, scored: bool, top: bool) -> list[tuple[str, bool]]:
+    """The cells below those heads, each with whether it is marked: of the row on top, what it is ranked by."""
     spread = "" if math.isnan(row.score_std) else f" ± {number(row.score_std)}"
     interval = "" if math.isnan(row.score) else f"{number(row.score_low)}–{number(row.score_high)}"
-    return [number(row.returned), number(row.score) + spread, interval]
+    texts = [number(row.returned), number(row.score) + spread, interval] if scored else []
+    ranked = "success %" if math.isnan(row.score) else "score"
+    texts += [mean_std(row), between(row)]
+    return [(text, top and head == ranked) for head, text in zip(overall_heads(scored), texts)]
 
 
 SCORE_HEADS = ("return", "score", "score 95 %")
+SUCCESS_HEADS = ("success %", "95 % interval")
 SCORE_NOTE = (
     "Return: the undiscounted sum of rewards of an episode. Score: D4RL's normalisation with this project's own "
     "references (docs/protocol.md), 0 for a random policy and 100 for the waypoint controller; scores normalised by "
@@ -350,17 +397,28 @@ def episodes_csv(rows: Iterable[Episode]) -> str:
 
 
 def summary_csv(table: Table) -> str:
-    """One line for each evaluated run: its final score in percent, the mean over tasks."""
-    names = ("dataset", "agent", "preset", "seed", "updates", "batch", "success")
+    """One line for each evaluated run: its final success in percent, the mean over tasks. With variants among the
+    runs, or returns, a line has those too."""
     runs = [run for run in table.runs if run.last]
-    runs.sort(key=lambda run: (natural(run.dataset), run.agent, run.preset, run.seed, natural(run.name)))
-    return to_csv(
-        names,
-        (
-            (run.dataset, run.agent, run.preset, run.seed, run.steps[-1], batch_size(run), 100 * run_score(run.last))
-            for run in runs
-        ),
-    )
+    runs.sort(key=lambda r: (natural(r.dataset), r.agent, r.preset, natural(r.variant), r.seed, natural(r.name)))
+    lines = [
+        {
+            "dataset": run.dataset,
+            "agent": run.agent,
+            "preset": run.preset,
+            "variant": run.variant,
+            "seed": run.seed,
+            "updates": run.steps[-1],
+            "batch": batch_size(run),
+            "success": 100 * run_score(run.last),
+            "return": run_return(run.last),
+            "score": normalised_score(run),
+        }
+        for run in runs
+    ]
+    more = any(run.variant or not math.isnan(run_return(run.last)) for run in runs)
+    names = [name for name in lines[0] if more or name not in ("variant", "return", "score")]
+    return to_csv(names, ([line[name] for name in names] for line in lines))
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -394,25 +452,15 @@ def success_markdown(rows: Sequence[SuccessRow]) -> str:
     for dataset in dict.fromkeys(row.dataset for row in rows):
         tasks, lines = wide(rows, dataset)
         scored = has_scores(row for row in rows if row.dataset == dataset)
-        header = [
-            "agent",
-            "preset",
-            "seeds",
-            *(SCORE_HEADS if scored else ()),
-            "success %",
-            "95 % interval",
-            *(f"task {task}" for task in tasks),
-        ]
+        header = ["agent", "preset", "seeds", *overall_heads(scored), *(f"task {task}" for task in tasks)]
         body = []
         for cells in lines:
             overall = cells[0]
             assert overall is not None
-            texts = [number(cell.mean) if cell else "" for cell in cells]
-            bold = [cell is not None and identity(cell) in marked for cell in cells]
-            texts[0] = mean_std(overall)
-            shown = [f"**{text}**" if strong else text for text, strong in zip(texts, bold)]
-            about = [label(overall), overall.preset, str(overall.seeds), *(score_cells(overall) if scored else ())]
-            body.append([*about, shown[0], between(overall), *shown[1:]])
+            texts = overall_cells(overall, scored, identity(overall) in marked)
+            texts += [(number(cell.mean), identity(cell) in marked) if cell else ("", False) for cell in cells[1:]]
+            shown = [f"**{text}**" if strong else text for text, strong in texts]
+            body.append([label(overall), overall.preset, str(overall.seeds), *shown])
         parts.append(f"### {dataset}\n\n" + markdown(header, body, left=2))
     notes = (
         "Success in percent at the last evaluation. ± is the standard deviation over seeds. The interval is "
