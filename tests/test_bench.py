@@ -15,6 +15,7 @@ from qhyer import presets, runs
 from qhyer.agents.qhyer import QHyerConfig
 from qhyer.bench import all as whole
 from qhyer.bench import common
+from qhyer.bench.backbones import AGENT_OF, backbones, every_agent
 from qhyer.bench.common import BenchRow, Ceilings
 from qhyer.bench.data import data
 from qhyer.bench.eval import evaluation
@@ -25,6 +26,7 @@ from qhyer.data import registry
 from qhyer.data.episodes import DataSpec, Episodes
 from qhyer.errors import UserError
 from qhyer.evaluate import EvalConfig, Timings, evaluate
+from qhyer.nn.backbones import BACKBONES
 from qhyer.rollout import ShardRunner
 from qhyer.train import TrainConfig, train
 
@@ -393,6 +395,32 @@ def test_train_command_on_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 # ------------------------------------------------------------------------------------------------------------ scan
+
+
+def test_backbones_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every backbone has an agent; sizes are the ones asked for, the same for all."""
+    assert set(AGENT_OF) == set(BACKBONES)
+    sizes = dict(width=16, layers=1, heads=2, context=2, batch=4, device="cpu", seconds=0.01)
+    out = tmp_path / "backbones.json"
+    assert backbones(**sizes, out=out) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["name"] for row in rows] == list(AGENT_OF) and rows[0]["extra"]["times_first"] == 1.0
+    assert all(row["ms"] > 0 and row["batch"] == 4 for row in rows)
+    weights = {row["name"]: row["extra"]["parameters"] for row in rows}
+    assert weights["hybrid"] > weights["gpt"] > weights["convformer"]  # attention and Mamba; attention; a filter
+    assert "x gpt" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no backbone is called gtp"):
+        backbones(names=("gtp",))
+
+
+def test_agents_command(tmp_path: Path) -> None:
+    out = tmp_path / "agents.json"
+    assert (
+        every_agent(names=("gcbc", "iql"), dataset="pointmaze-medium-stitch", device="cpu", seconds=0.01, out=out) == 0
+    )
+    rows = json.loads(out.read_text())["rows"]
+    sizes = [presets.resolve(name, "paper", "pointmaze-medium-stitch-v0")[0].batch_size for name in ("gcbc", "iql")]
+    assert [(row["name"], row["batch"]) for row in rows] == list(zip(("gcbc", "iql"), sizes))
 
 
 def test_scan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

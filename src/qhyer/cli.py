@@ -33,7 +33,7 @@ COMMANDS = {
     "ablate": "NAME: one ablation of QHyer, its variants at equal updates; without NAME, what there is",
     "report": "RUN...: one page with tables and figures",
     "analyze": "NAME [RUN...]: answer one question, about runs or on its own",
-    "bench": "all | train | scan | infer | eval | data: how fast it is here",
+    "bench": "all | train | agents | backbones | scan | infer | eval | data: how fast it is here",
     "list": "agents | datasets | presets | ablations | analyses | models: what there is",
     "doctor": "what works on this machine, and what to do about what does not",
 }
@@ -370,6 +370,7 @@ def _analyze(args: list[str]) -> int | None:
 
 def _bench(args: list[str]) -> int | None:
     from qhyer.bench.all import everything
+    from qhyer.bench.backbones import backbones, every_agent
     from qhyer.bench.data import data
     from qhyer.bench.eval import evaluation
     from qhyer.bench.infer import infer
@@ -379,6 +380,8 @@ def _bench(args: list[str]) -> int | None:
     benches: dict[str, Callable[..., int | None]] = {
         "all": everything,
         "train": updates,
+        "agents": every_agent,
+        "backbones": backbones,
         "scan": scan,
         "infer": infer,
         "eval": evaluation,
