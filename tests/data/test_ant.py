@@ -110,7 +110,7 @@ def test_training_from_the_command_line(tmp_path, monkeypatch, capsys):
     about = ants.about(tmp_path / "one")
     assert about["config"] == dataclasses.asdict(TINY) and about["widths"] == [29, 16, 16, 8]
     assert [entry["steps"] for entry in about["history"]] == [200, 300]
-    assert 0.0 <= about["walked"]["reached"] <= 1.0 and about["walked"]["episodes"] == 1
+    assert 0.0 <= about["walked"]["arrived"] <= 1.0 and about["walked"]["episodes"] == 1
     assert {"stable-baselines3", "torch", "mujoco", "ogbench"} <= set(about["versions"])
     ant_training.train(TINY, tmp_path / "two", quiet=True)
     assert ants.about(tmp_path / "two")["sha256"] == about["sha256"]
@@ -118,28 +118,37 @@ def test_training_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert "--overwrite replaces it" in " ".join(capsys.readouterr().err.split())
 
 
-def test_an_ant_is_judged_by_reaching_and_then_by_speed():
-    walks = [
-        ant_training.Walked(40, *values)
-        for values in ((0.9, 0.0, 0.0), (0.8, 0.5, 30.0), (0.8, 0.5, 20.0), (0.9, 0.9, 40.0))
+def test_an_ant_is_judged_by_arriving_on_its_feet_and_then_by_speed():
+    values = [
+        (0.0, 0.0, 0.0, 0.0),
+        (0.5, 0.1, 0.5, 20.0),
+        (0.5, 0.0, 0.5, 30.0),
+        (0.5, 0.0, 0.4, 20.0),
+        (0.9, 0.0, 0.1, 40.0),
     ]
+    walks = [ant_training.Walked(40, *four) for four in values]
     assert sorted(walks, key=lambda walked: walked.score) == walks
 
 
-def test_arriving_is_not_reaching(monkeypatch):
-    """One walk to the centre of the goal's cell, one to the goal, one nowhere."""
+def test_how_an_ant_walked(monkeypatch):
+    """One walk ends at the centre of the goal's cell, one at the goal, one on its back and nowhere."""
     course = ant_training.Course(0)
     maze = course.collector.environment
-    maze.cur_goal_xy = np.array(maze.ij_to_xy((1, 1))) + np.array([0.9, -0.9])
-    ends = iter([(maze.ij_to_xy((1, 1)), []), (maze.cur_goal_xy, [99, 100]), (maze.ij_to_xy((1, 2)), [])])
+    centre, away = np.array(maze.ij_to_xy((1, 1))), np.array(maze.ij_to_xy((1, 2)))
+    maze.cur_goal_xy = centre + np.array([0.9, -0.9])  # 1.27 m off the centre
+    feet, back = (1.0, 0.0, 0.0, 0.0), (0.1, 0.8, 0.6, 0.0)
+    ends = iter([(centre, feet, []), (maze.cur_goal_xy, feet, [99, 100]), (away, back, [])])
 
     def episode(seeds: EpisodeSeeds) -> dict[str, np.ndarray]:
-        place, course.collector.arrivals = next(ends)
-        return {"observations": np.tile(np.append(place, np.zeros(27)), (201, 1))}
+        place, attitude, course.collector.arrivals = next(ends)
+        states = np.zeros((201, 29))
+        states[:80, :2], states[80:, :2] = away, place
+        states[:, 3:7] = attitude
+        return {"observations": states}
 
     monkeypatch.setattr(course.collector, "episode", episode)
     walked = course.walk(ants.AntPolicy([]), 3)
-    assert walked == ant_training.Walked(3, 1 / 3, 1 / 3, 25.0)  # the goal is 1.27 m off the centre
+    assert walked == ant_training.Walked(3, 1 / 3, 1 / 3, 1 / 3, 20.0)
 
 
 def test_the_extra_is_asked_for(tmp_path, monkeypatch):

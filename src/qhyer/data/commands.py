@@ -240,7 +240,7 @@ def ant(
     out: Path = Path("ant"),
     overwrite: bool = False,
 ) -> int:
-    """Train the ant that walks in ant mazes, with stable-baselines3's SAC (needs qhyer[ant]); an hour on a core.
+    """Train the ant that walks in ant mazes, with stable-baselines3's SAC (needs qhyer[ant]); half an hour on a core.
 
     Args:
         config: how it is trained

@@ -11,7 +11,7 @@ from qhyer.errors import require
 class AntConfig:
     """How the ant is trained. Reward, discount, target entropy and rate of the target networks are OGBench's."""
 
-    steps: int = 600_000
+    steps: int = 300_000
     """steps of the simulator"""
     seed: int = 0
     width: int = 128

@@ -75,27 +75,29 @@ class Walked:
     """How well an ant walks to goals four cells away, with the noise of the data, in an episode's 200 steps.
 
     The oracle leads to the centre of the goal's cell and knows no better; the goal is up to 1.4 m off it, and counts as
-    reached within 0.5 m. An ant that has arrived reaches it by running about.
+    reached within 0.5 m. An ant that has arrived may never meet it, so arriving is what it is judged by.
     """
 
     episodes: int
     arrived: float
     """share of the episodes that came within 1 m of the centre of the goal's cell"""
+    fallen: float
+    """share of the episodes that ended on the ant's back, from where there is no way up"""
     reached: float
     """share of the episodes that reached the goal"""
     steps_per_cell: float
-    """mean over the goals that were reached; 0 if none was"""
+    """until it arrived, a quarter of the way; mean over those that did, 0 if none"""
 
     def __str__(self) -> str:
         return (
-            f"{100 * self.arrived:.0f} % of {self.episodes} arrived, {100 * self.reached:.0f} % reached the goal, "
-            f"{self.steps_per_cell:.1f} steps a cell"
+            f"{100 * self.arrived:.0f} % of {self.episodes} arrived, {100 * self.fallen:.0f} % fell, "
+            f"{100 * self.reached:.0f} % reached the goal, {self.steps_per_cell:.1f} steps a cell"
         )
 
     @property
     def score(self) -> float:
-        """Reaching counts first, then speed."""
-        return self.reached - self.steps_per_cell / 1000
+        """Arriving, and staying on its feet, count first, then speed."""
+        return self.arrived - self.fallen - self.steps_per_cell / 1000
 
 
 class Course:
@@ -109,15 +111,22 @@ class Course:
 
     def walk(self, policy: ant.AntPolicy, episodes: int) -> Walked:
         self.collector.policy = policy
-        maze, arrived, steps = self.collector.environment, 0, []
+        maze, steps, fallen, reached = self.collector.environment, [], 0, 0
         for index in range(episodes):
-            episode = self.collector.episode(EpisodeSeeds(self.seed, "ant-course", "validation", index))
+            states = self.collector.episode(EpisodeSeeds(self.seed, "ant-course", "validation", index))["observations"]
             centre = maze.ij_to_xy(maze.xy_to_ij(maze.cur_goal_xy))
-            arrived += bool(np.linalg.norm(episode["observations"][:, :2] - centre, axis=1).min() <= NEAR)
-            if self.collector.arrivals:
-                steps.append((self.collector.arrivals[0] + 1) / CELLS)
+            near = np.flatnonzero(np.linalg.norm(states[:, :2] - centre, axis=1) <= NEAR)
+            steps += [near[0] / CELLS] if len(near) else []
+            fallen += bool(upright(states[-1]) < 0)
+            reached += bool(self.collector.arrivals)
         speed = round(float(np.mean(steps)), 2) if steps else 0.0
-        return Walked(episodes, arrived / episodes, len(steps) / episodes, speed)
+        return Walked(episodes, len(steps) / episodes, fallen / episodes, reached / episodes, speed)
+
+
+def upright(states: np.ndarray) -> np.ndarray:
+    """How far the torso's own "up" points upwards, from -1 to 1, in a maze's observations (..., 29)."""
+    quaternion = states[..., 3:7]
+    return 1 - 2 * np.sum(quaternion[..., 1:3] ** 2, -1) / np.sum(quaternion**2, -1)
 
 
 def untrained(config: AntConfig) -> Any:
