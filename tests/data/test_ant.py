@@ -263,3 +263,34 @@ def test_a_worker_needs_no_torch(limp):
         "ant.load(Path(sys.argv[1])); assert not {'torch', 'stable_baselines3'} & set(sys.modules), 'loaded'"
     )
     subprocess.run([sys.executable, "-c", code, str(limp)], check=True, timeout=120)
+
+
+# ----------------------------------------------------------------------------------------------------- the released ant
+
+
+def test_the_released_ant_is_whole_and_small():
+    about = ants.about(ants.find(None))
+    assert (ants.RELEASED / ants.WEIGHTS).stat().st_size < 200_000
+    assert about["widths"] == [ants.OBSERVATION, 128, 128, ants.ACTIONS]
+    policy = ants.load(ants.RELEASED)
+    view = np.linspace(-1, 1, ants.OBSERVATION, dtype=np.float32)
+    assert policy(view).shape == (ants.ACTIONS,) and np.isfinite(policy(view)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("maze", ["medium", "large", "giant"])
+def test_the_released_ant_walks(maze):
+    """On walks that it was not chosen by. docs/antmaze.md has the numbers; these bounds leave room for luck."""
+    walked = ant_training.Course(100, maze).walk(ants.load(ants.RELEASED), 60)
+    assert walked.arrived >= 0.9 and walked.fallen <= 0.1 and walked.steps_per_cell <= 30.0, walked
+
+
+@pytest.mark.slow
+def test_the_released_ant_gets_about():
+    collector = collector_for(recipe_for(registry.get("antmaze-medium-navigate")))
+    goals, cells = [], set()
+    for index in range(10):
+        states = collector.episode(EpisodeSeeds(100, "about", "train", index))["observations"]
+        goals.append(len(collector.arrivals))  # type: ignore[attr-defined]
+        cells |= {collector.environment.xy_to_ij(place) for place in states[:, :2]}  # type: ignore[attr-defined]
+    assert np.mean(goals) >= 2.0 and len(cells) >= 20
