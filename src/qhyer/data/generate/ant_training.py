@@ -82,7 +82,7 @@ class Walked:
     arrived: float
     """share of the episodes that came within 1 m of the centre of the goal's cell"""
     fallen: float
-    """share of the episodes that ended on the ant's back, from where there is no way up"""
+    """share of the episodes that ended on the ant's back, from where it does not get up"""
     reached: float
     """share of the episodes that reached the goal"""
     steps_per_cell: float
