@@ -480,9 +480,9 @@ def test_names_of_ogbench_say_the_environment(dataset, environment):
 
 
 def test_a_run_on_a_file_with_an_ogbench_name_is_evaluated_there(tiny_config, tmp_path):
-    """AntMaze has no registered dataset, and needs none: the file's name says where it belongs."""
+    """This maze has no registered dataset, and needs none: the file's name says where it belongs."""
     rng = np.random.default_rng(0)
-    path = tmp_path / "antmaze-medium-navigate-v0.npz"
+    path = tmp_path / "antmaze-teleport-navigate-v0.npz"
     ends = np.arange(100) % 50 == 49
     np.savez(path, observations=rng.normal(size=(100, 29)), actions=rng.uniform(-1, 1, (100, 8)), terminals=ends)
     run = train("gcbc", str(path), tiny_config("gcbc"), TrainConfig(device="cpu"), run=tmp_path / "run", quiet=True)

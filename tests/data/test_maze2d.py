@@ -178,7 +178,7 @@ def test_registered_data_has_the_rewards_of_the_task(tmp_path):
     assert np.array_equal(own.rewards.numpy(), arrays["rewards"])
     loaded, found = registry.load(file)
     assert found is dataset and loaded.goal_indices == (0, 1)
-    near = np.linalg.norm(loaded.observations[:, :2] - np.float32([-1, 1]), axis=1) <= 0.5
+    near = np.linalg.norm(loaded.observations[:, :2].numpy() - np.float32([-1, 1]), axis=1) <= 0.5
     assert np.array_equal(loaded.rewards.numpy(), near.astype(np.float32)) and 0.02 < near.mean() < 0.4
     assert loaded.fingerprint != own.fingerprint
     # Pieces from goal to goal: the state of an arrival ends one and begins the next, and no step is lost.
