@@ -34,8 +34,15 @@ from qhyer.progress import Progress
 from qhyer.rng import numpy_stream
 
 NAME = "stitching"
-MODELS = ("qhyer", "qhyer-rtg", "dt", "gcbc")  # in this order, where they are there
-TITLES = {"qhyer": "QHyer", "qhyer-rtg": "QHyer's decoder, return-to-go", "dt": "DT", "gcbc": "GCBC"}
+MODELS = ("qhyer", "qhyer-rtg", "dt", "lsdt", "iql", "gcbc")  # in this order, where they are there
+TITLES = {
+    "qhyer": "QHyer",
+    "qhyer-rtg": "QHyer's decoder, return-to-go",
+    "dt": "DT",
+    "lsdt": "LSDT",
+    "iql": "IQL",
+    "gcbc": "GCBC",
+}
 AHEAD = 10  # steps over which a heading is taken
 STILL = 0.2  # shorter ways in AHEAD steps have no heading; free, the point goes about ten times as far
 COSINE = 0.5
