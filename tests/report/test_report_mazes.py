@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from qhyer import manifest
+from qhyer.config import to_dict
 from qhyer.records import references
+from qhyer.report.collect import collect
 from qhyer.report.commands import report as command
+
+ROOT = Path(__file__).parents[2]
 
 MARKS = "# Title\n\n<!-- mazes table: made by a command -->\n<!-- end of mazes table -->\n\nAfter.\n"
 
@@ -145,3 +153,19 @@ def test_equal_means_are_no_order_and_one_seed_is_named(add, made):
     add("qhyer", "umaze", 0, 20)
     said = "does not hold on umaze (DT 10, LSDT 10, QHyer 20; seeds overlap: DT and LSDT; one seed of DT, LSDT, QHyer)"
     assert said in order(made())
+
+
+def test_the_committed_runs_are_cells_of_the_manifest():
+    """With the configurations that it and the presets have today; the final checkpoint, 50 episodes of the one task."""
+    cells = {cell.name: cell for cell in manifest.read(ROOT / "docs/examples/maze2d.toml")}
+    runs = collect([ROOT / "results/mazes"]).runs
+    assert runs
+    for run in runs:
+        cell = cells[f"{run.dataset}/{run.last[0].run}"]
+        config = json.loads(json.dumps(to_dict(cell.config)))
+        assert run.info["config"] == {key: config[key] for key in run.info["config"]}, run.path
+        assert (run.agent, run.seed, run.steps) == (cell.agent, cell.seed, (cell.config.steps,)), run.path
+        assert len({row.episode for row in run.last}) == len(run.last) == 50, run.path
+        assert len(run.info["data"]["fingerprint"]) == 64 and " /" not in run.info["command"], run.path
+    for dataset in {run.dataset for run in runs}:
+        assert len({run.info["data"]["fingerprint"] for run in runs if run.dataset == dataset}) == 1, dataset
