@@ -15,7 +15,8 @@ from qhyer import presets, runs
 from qhyer.agents.qhyer import QHyerConfig
 from qhyer.bench import all as whole
 from qhyer.bench import common
-from qhyer.bench.backbones import AGENT_OF, backbones, every_agent
+from qhyer.bench.agents import every_agent
+from qhyer.bench.backbones import AGENT_OF, backbones
 from qhyer.bench.common import BenchRow, Ceilings
 from qhyer.bench.data import data
 from qhyer.bench.eval import evaluation

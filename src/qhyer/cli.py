@@ -369,8 +369,9 @@ def _analyze(args: list[str]) -> int | None:
 
 
 def _bench(args: list[str]) -> int | None:
+    from qhyer.bench.agents import every_agent
     from qhyer.bench.all import everything
-    from qhyer.bench.backbones import backbones, every_agent
+    from qhyer.bench.backbones import backbones
     from qhyer.bench.data import data
     from qhyer.bench.eval import evaluation
     from qhyer.bench.infer import infer

@@ -90,6 +90,12 @@ def references() -> dict[str, dict[str, Any]]:
     return json.loads(REFERENCES.read_text(encoding="utf-8"))["environments"]
 
 
+def mean_return(rows: Iterable[EpisodeRow]) -> float | None:
+    """None where the tasks pay no return."""
+    returns = [row.return_ for row in rows if row.return_ is not None]
+    return sum(returns) / len(returns) if returns else None
+
+
 def normalised(environment: str | None, returned: float) -> float | None:
     """D4RL's score of a return: 0 is the random policy's, 100 the controller's; None where there are no references."""
     known = references().get(environment or "")

@@ -29,7 +29,7 @@ from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
 from qhyer.evaluate import EpisodeResult, EvalConfig, evaluate, success_rate
 from qhyer.progress import Progress
-from qhyer.records import EpisodeRow, add_rows, normalised, read_rows
+from qhyer.records import EpisodeRow, add_rows, mean_return, normalised, read_rows
 from qhyer.rng import stream_seed
 from qhyer.rollout import About, Workers
 from qhyer.storage import atomic_file
@@ -201,10 +201,9 @@ def score_text(run: Path, step: int | None = None, environment: str | None = Non
     """What follows the success in a sentence: return and score of an evaluation, the last if no step is named."""
     rows = read_rows(Path(run) / "episodes.csv")
     at = max((row.step for row in rows), default=0) if step is None else step
-    returns = [row.return_ for row in rows if row.step == at and row.return_ is not None]
-    if not returns:
+    mean = mean_return(row for row in rows if row.step == at)
+    if mean is None:
         return ""
-    mean = float(np.mean(returns))
     score = normalised(environment or read(run).get("environment"), mean)
     return f", return {mean:.1f}" + ("" if score is None else f", score {score:.1f}")
 

@@ -167,7 +167,7 @@ def status(cell: Cell) -> Status:
     from qhyer import checkpoint, runs
     from qhyer.errors import CorruptFile
     from qhyer.evaluate import plan
-    from qhyer.records import normalised, read_rows
+    from qhyer.records import mean_return, normalised, read_rows
     from qhyer.train import is_finished
 
     steps = checkpoint.steps(cell.folder / "checkpoints")
@@ -192,9 +192,8 @@ def status(cell: Cell) -> Status:
     for row in rows:
         by_task.setdefault(row.task, []).append(row.success)
     success = sum(sum(v) / len(v) for v in by_task.values()) / len(by_task)
-    returns = [row.return_ for row in rows if row.return_ is not None]
-    score = normalised(environment, sum(returns) / len(returns)) if returns else None
-    return Status("finished", True, success, score)
+    mean = mean_return(rows)
+    return Status("finished", True, success, None if mean is None else normalised(environment, mean))
 
 
 @functools.cache

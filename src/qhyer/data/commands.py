@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qhyer.data import check as checks
-from qhyer.data import hdf5, registry
+from qhyer.data import hdf5, pieces, registry
 from qhyer.data.episodes import FILES, HDF5, goal_columns, goal_rewards, read_arrays, read_npz, stored_goal
 from qhyer.data.generate.ant_config import AntConfig
 from qhyer.data.generate.runner import generate as run_generation
@@ -194,7 +194,7 @@ def convert(
         )
         notes.append(f"rewards are those of the task's goal, {dataset.task_goal}")
     if cut == "arrivals":
-        arrays = hdf5.recut(arrays)
+        arrays = pieces.recut(arrays)
         notes.append("cut where a goal was reached")
     problems = checks.find_problems(arrays["observations"], arrays["actions"], arrays["terminals"])
     if any(problem.severity == "error" for problem in problems):

@@ -149,7 +149,7 @@ class Episodes:
         """
         arrays = read_arrays(path)
         if pieces and "arrivals" in arrays:
-            from qhyer.data.hdf5 import recut
+            from qhyer.data.pieces import recut
 
             arrays = recut(arrays)
         if task_goal is not None:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from qhyer.data.pieces import Arrays, gather, is_about
 from qhyer.errors import CorruptFile, DataError, UserError
-
-Arrays = dict[str, np.ndarray]
-Cut = Literal["walk", "arrivals"]
 
 WALK = 1000  # transitions of the pieces a continuing walk is cut into, as in the generated datasets
 # Further than anything moves in a step: the point at most 0.05, the ant about half a metre.
@@ -113,7 +110,7 @@ def _one_walk(arrays: Arrays, terminals: np.ndarray, timeouts: np.ndarray | None
     repeats = np.append(False, (observations[1:] == observations[:-1]).all(1))
     if repeats.any():  # the generator records the state before a new goal again, in place of the one after it
         arrays["arrivals"] = timeouts | np.append(repeats[1:] & timeouts[1:], False)
-        arrays = {key: array if _is_about(key) else array[~repeats] for key, array in arrays.items()}
+        arrays = {key: array if is_about(key) else array[~repeats] for key, array in arrays.items()}
         notes.append(f"{int(repeats.sum())} rows that repeat the state before them are left out")
     ends = _jumps(arrays["observations"], JUMP["maze2d"])
     if ends.any():
@@ -306,50 +303,9 @@ def _columns_of(
 # ----------------------------------------------------------------------------------------------------------- pieces
 
 
-def _is_about(key: str) -> bool:
-    """Arrays that describe columns, and have no rows."""
-    return key in ("goal_indices", "observation_names")
-
-
 def _fixed(begin: int, end: int, steps: int) -> list[tuple[int, int]]:
     """Pieces of so many transitions between two rows; a piece begins in the state where the one before ends."""
     return [(row, min(row + steps, end)) for row in range(begin, end, steps)]
-
-
-def gather(arrays: Arrays, pieces: Sequence[tuple[int, int]]) -> Arrays:
-    """Episodes from first and last rows, both included; a row may end one piece and begin another."""
-    if not pieces:
-        raise DataError("there is no episode with a step")
-    first, last = (np.array(side, dtype=np.int64) for side in zip(*pieces))
-    rows = np.concatenate([np.arange(a, b + 1) for a, b in zip(first, last)])
-    ends = np.cumsum(last - first + 1) - 1
-    made = {key: array if _is_about(key) else array[rows] for key, array in arrays.items()}
-    made["terminals"] = np.zeros(len(rows), bool)
-    made["terminals"][ends] = True
-    made["actions"][ends] = 0
-    return made
-
-
-def recut(arrays: Arrays) -> Arrays:
-    """Cuts episodes where their controller reached a goal: D4RL's own pieces, from goal to goal."""
-    if "arrivals" not in arrays:
-        raise UserError("it does not say where goals were reached (no `arrivals`): only maze2d data do")
-    last = np.flatnonzero(arrays["terminals"])
-    first = np.append(0, last[:-1] + 1)
-    arrivals = np.flatnonzero(arrays["arrivals"])
-    pieces: list[tuple[int, int]] = []
-    for a, b in zip(first.tolist(), last.tolist()):
-        inside = arrivals[np.searchsorted(arrivals, a, "right") : np.searchsorted(arrivals, b, "left")].tolist()
-        pieces += [(begin, end) for begin, end in zip([a, *inside], [*inside, b]) if end > begin]
-    made = gather(arrays, pieces)
-    if "goals" in made:  # a row that ends one piece and begins another has the goal of each
-        ends = np.flatnonzero(made["terminals"])
-        begins = np.append(0, ends[:-1] + 1)
-        goals = made["goals"].copy()
-        made["goals"][ends], made["goals"][begins] = goals[ends - 1], goals[begins + 1]
-        short = ends - begins == 1  # a single step: there is no second row to tell its goal
-        made["goals"][ends[short]] = made["goals"][begins[short]] = goals[begins[short]]
-    return made
 
 
 def _clipped(arrays: Arrays, notes: list[str]) -> Arrays:
