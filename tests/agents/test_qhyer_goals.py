@@ -10,6 +10,7 @@ import torch
 
 from qhyer import losses, runs
 from qhyer.data.episodes import Episodes
+from qhyer.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +110,28 @@ def test_where_two_ways_lead_to_the_goal_a_mixture_takes_one(head, tiny_config):
         assert action.abs().mean() < 0.5
     else:
         assert ((action.abs() - 0.8).abs() < 0.25).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("head", ["gaussian", "mixture", "best_of_mixture"])
+def test_a_chunk_is_carried_out_before_the_next_is_chosen(head, lamps, tiny_config, shake):
+    """Three actions from the first state, whatever is seen on the way; then three from the state of that moment."""
+    options = dict(context=1, chunk=3, action_head=head, conditioning="flow")
+    agent = agent_of(lamps, tiny_config, shake, **options).eval()
+    seen, goal = lamps.observations[:12].view(6, 2, 3), lamps.observations[[50, 90]]
+    taken, memory = [], None
+    for observation in seen:
+        action, memory = agent.act(observation, goal, memory)
+        assert action.shape == (2, 1)
+        taken.append(action)
+    assert memory is None  # the second plan has been carried out, too
+    for first in (0, 3):
+        memory = None
+        for step in range(3):  # again, blind after the first look
+            action, memory = agent.act(seen[first] if step == 0 else torch.full_like(seen[0], 9.0), goal, memory)
+            assert torch.equal(action, taken[first + step])
+    assert not torch.equal(taken[0], taken[3])
+
+
+def test_a_chunk_needs_a_context_of_one(tiny_config):
+    with pytest.raises(UserError, match="write context 1"):
+        tiny_config("qhyer", context=2, chunk=3)

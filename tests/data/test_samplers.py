@@ -75,6 +75,15 @@ def test_windows_are_consecutive_rows_of_one_episode(episodes):
     assert torch.equal(batch["actions"], episodes.actions[rows])
 
 
+def test_a_chunk_is_an_action_and_those_after_it_and_an_episode_s_last_repeats(episodes):
+    batch = sample(episodes, 500, context=1, chunk=4)
+    assert batch["actions"].shape == (500, 1, 8) and batch["flow_actions"].shape == (125, 8)
+    for rows, actions in ((batch["rows"], batch["actions"][:, 0]), (batch["flow_rows"], batch["flow_actions"])):
+        for row, several in zip(rows.tolist(), actions.view(-1, 4, 2)):
+            last = int(episodes.end_of[row]) - 1  # the final state's own action is nobody's
+            assert torch.equal(several, torch.stack([episodes.actions[min(row + i, last)] for i in range(4)]))
+
+
 def test_starts_are_uniform_over_what_is_possible(episodes):
     batch = sample(episodes)
     first = np.cumsum((0, *LENGTHS[:-1]))

@@ -122,10 +122,13 @@ class QHyerConfig(AgentConfig):
     """draws from the mixture between which the critic chooses (best_of_mixture)"""
     prior_weight: float = 0.3
     """how much a draw's own log-density counts beside its Q (best_of_mixture)"""
+    chunk: int = 1
+    """beyond the paper: actions predicted, judged by the critic and carried out at a time (with context 1). One action
+    of a hand that moves for 30 steps says little of where it is going, and to choose anew at every step is to dither"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("context", "width", "layers", "heads", "state_size", "flow_blocks", "flow_channels"):
+        for name in ("context", "width", "layers", "heads", "state_size", "flow_blocks", "flow_channels", "chunk"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")
         for name in ("encoder_width", "encoder_layers", "representation", "mixtures", "candidates"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")
@@ -155,6 +158,10 @@ class QHyerConfig(AgentConfig):
             f"binary_goals bits goes with critic flow alone: write binary_goals flow to have a {self.critic} critic",
         )
         require(
+            self.chunk == 1 or self.context == 1,
+            "several actions at a time (chunk) go with one step of context: write context 1",
+        )
+        require(
             self.action_head != "best_of_mixture" or self.conditioning == "flow",
             "best_of_mixture asks the critic, and there is one only with conditioning flow",
         )
@@ -172,6 +179,7 @@ class QHyer(Agent):
     def __init__(self, config: QHyerConfig, spec: DataSpec) -> None:
         super().__init__(config, spec)
         d = config.width
+        self.action_dim = config.chunk * spec.action_dim  # of what is chosen at a time
         goal_dim = spec.observation_dim if config.goal_input == "observation" else spec.goal_dim
         binary = [config.binary_goals == "bits" and flag for flag in spec.goal_binary] or [False] * spec.goal_dim
         self.register_buffer("bit_at", torch.tensor(binary).nonzero()[:, 0], persistent=False)
@@ -180,7 +188,7 @@ class QHyer(Agent):
         self.critic: nn.ModuleDict | None = None
         if config.conditioning == "flow":
             c = config.representation
-            inputs = spec.observation_dim + spec.action_dim
+            inputs = spec.observation_dim + self.action_dim
             self.critic = nn.ModuleDict({"encoder": SAEncoder(inputs, config.encoder_width, config.encoder_layers, c)})
             if config.critic != "flow":
                 make = RIVALS[config.critic]
@@ -193,7 +201,7 @@ class QHyer(Agent):
                 self.critic["given"] = nn.Linear(bits, c)  # the flow's context, given the bits
         self.tokens = Tokens(
             spec.observation_dim,
-            spec.action_dim,
+            self.action_dim,
             goal_dim,
             d,
             config.context,
@@ -203,10 +211,10 @@ class QHyer(Agent):
         self.decoder = HybridDecoder(d, config.layers, config.heads, config.dropout, config.backbone, config.state_size)
         self.q_head = nn.Linear(d, 1) if config.conditioning != "none" else None
         mixture = config.action_head != "gaussian"
-        noise = torch.randn(config.candidates, spec.action_dim, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(config.candidates, self.action_dim, generator=torch.Generator().manual_seed(0))
         noise[::2] = 0.0  # every other candidate is a mean
         self.register_buffer("draws", 0.5 * noise, persistent=False)
-        self.action_head = nn.Linear(d, config.mixtures * (1 + 2 * spec.action_dim) if mixture else spec.action_dim)
+        self.action_head = nn.Linear(d, config.mixtures * (1 + 2 * self.action_dim) if mixture else self.action_dim)
         # Mean |Q| of the data, running: the batch mean of the paper's Q normalisation does not exist when acting.
         self.register_buffer("q_shift", torch.zeros(()))
         self.register_buffer("q_scale", torch.ones(()))
@@ -343,7 +351,7 @@ class QHyer(Agent):
 
     def _mixture(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The action head's numbers -> log-weights (..., M), means and log standard deviations (..., M, d_a)."""
-        m, d = self.config.mixtures, self.spec.action_dim
+        m, d = self.config.mixtures, self.action_dim
         logits, means, log_stds = numbers.float().split([m, m * d, m * d], dim=-1)
         means, log_stds = means.unflatten(-1, (m, d)), log_stds.unflatten(-1, (m, d))
         return logits, means, log_stds.clamp(*LOG_STD)
@@ -408,6 +416,7 @@ class QHyer(Agent):
             flow_batch=config.flow_batch if config.conditioning == "flow" else 0.0,
             stitch_rate=config.stitch_rate,
             stitch_cell=config.stitch_cell,
+            chunk=config.chunk,
         )
         return (
             Stage(
@@ -431,6 +440,8 @@ class QHyer(Agent):
         Stage 2 adds one token to stage 1's sequence, so it runs through stage 1's cache: exact, and no second
         pass over the window.
         """
+        if memory is not None and "plan" in memory:
+            return self._go_on(memory["plan"])
         observations = (
             observation[:, None] if memory is None else torch.cat([memory["observations"], observation[:, None]], dim=1)
         )  # (n, T, d_s), T <= K
@@ -452,11 +463,17 @@ class QHyer(Agent):
             action = self._best_action(observation, goal, *self._mixture(numbers))
         else:
             action = self._action(numbers).clamp(-1.0, 1.0)
+        if self.config.chunk > 1:
+            return self._go_on(action.unflatten(-1, (self.config.chunk, -1)))
         after["actions"] = action[:, None] if memory is None else torch.cat([memory["actions"], action[:, None]], dim=1)
         keep = self.config.context - 1
         if keep == 0:
             return action, None
         return action, {key: value[:, -keep:] for key, value in after.items()}
+
+    def _go_on(self, plan: Tensor) -> tuple[Tensor, Memory | None]:
+        """The first of the planned actions (n, T, d_a), and the rest to remember."""
+        return plan[:, 0], {"plan": plan[:, 1:]} if plan.shape[1] > 1 else None
 
     def acting_state(self) -> dict[str, Tensor]:
         """All but the critic, since acting reads Q-hat alone, unless the critic chooses."""

@@ -185,9 +185,19 @@ class WindowSamplerConfig:
     """chance per step that a goal's path goes on in another episode passing nearby; 0: goals stay in the episode"""
     stitch_cell: float = 0.1
     """how near: side of a cell of goal coordinates, in standard deviations"""
+    chunk: int = 1
+    """actions that come with each step: its own and those after it, side by side"""
 
     def build(self, episodes: Episodes, generator: torch.Generator) -> WindowSampler:
         return WindowSampler(self, episodes, generator)
+
+
+def chunks(episodes: Episodes, rows: Tensor, chunk: int) -> Tensor:
+    """Actions of each row (...,) and of the chunk - 1 after it, (..., chunk * d_a); an episode's last one repeats."""
+    if chunk == 1:
+        return episodes.actions[rows]
+    ahead = rows[..., None] + torch.arange(chunk, device=rows.device)
+    return episodes.actions[torch.minimum(ahead, episodes.end_of[rows][..., None] - 1)].flatten(-2)
 
 
 class Windows:
@@ -239,7 +249,7 @@ class WindowSampler:
             "rows": rows[:, 0],
             "goal_rows": goal_rows,
             "observations": data.observations[rows],  # (B, K, d_s)
-            "actions": data.actions[rows],  # (B, K, d_a)
+            "actions": chunks(data, rows, config.chunk),  # (B, K, chunk * d_a)
             "goals": data.observations[goal_rows],  # (B, d_s)
             "valid": valid,  # (B, K)
             "reached": reached,  # (B,) 1 unless the goal was drawn at random
@@ -252,7 +262,7 @@ class WindowSampler:
                 "flow_rows": flow_rows,
                 "flow_goal_rows": flow_goals,
                 "flow_observations": data.observations[flow_rows],  # (M, d_s)
-                "flow_actions": data.actions[flow_rows],  # (M, d_a)
+                "flow_actions": chunks(data, flow_rows, config.chunk),  # (M, chunk * d_a)
                 "flow_goals": data.observations[flow_goals],  # (M, d_s)
             }
         return batch
