@@ -113,6 +113,12 @@ class QHyerConfig(AgentConfig):
     """beyond the paper: the critic sees goal coordinates as they are, or as seen from the state (the same density)"""
     binary_goals: Literal["flow", "bits"] = "flow"
     """beyond the paper: goal coordinates of two values are left to the flow (the paper), or get exact probabilities"""
+    goal_part: tuple[int, ...] = ()
+    """beyond the paper: of the dataset's goal coordinates the ones that count, by position from 0; all when empty"""
+    goal_still: float = 0.0
+    """beyond the paper: that a goal coordinate stays within this many standard deviations of where it is becomes an
+    event with an exact probability (goal_frame relative): what is not touched does not move, and no smooth density
+    says so"""
     action_head: Literal["gaussian", "mixture", "best_of_mixture"] = "gaussian"
     """one Gaussian of fixed width (OGBench's); beyond the paper a mixture: the likeliest of it acts, or the draw
     that the critic likes best. Where several ways lead to a goal, one Gaussian takes their mean: perhaps none"""
@@ -158,6 +164,15 @@ class QHyerConfig(AgentConfig):
             f"binary_goals bits goes with critic flow alone: write binary_goals flow to have a {self.critic} critic",
         )
         require(
+            self.goal_still == 0.0
+            or (self.goal_still > 0.0 and self.goal_frame == "relative" and self.critic == "flow"),
+            "goal_still is a distance, seen from the state: it needs goal_frame relative and critic flow",
+        )
+        require(
+            len(set(self.goal_part)) == len(self.goal_part) and min(self.goal_part, default=0) >= 0,
+            "goal_part names goal coordinates by position, from 0, each once",
+        )
+        require(
             self.chunk == 1 or self.context == 1,
             "several actions at a time (chunk) go with one step of context: write context 1",
         )
@@ -180,11 +195,16 @@ class QHyer(Agent):
         super().__init__(config, spec)
         d = config.width
         self.action_dim = config.chunk * spec.action_dim  # of what is chosen at a time
-        goal_dim = spec.observation_dim if config.goal_input == "observation" else spec.goal_dim
-        binary = [config.binary_goals == "bits" and flag for flag in spec.goal_binary] or [False] * spec.goal_dim
+        part = config.goal_part or tuple(range(spec.goal_dim))
+        require(max(part) < spec.goal_dim, f"goal_part: this dataset's goals have coordinates 0 to {spec.goal_dim - 1}")
+        self.goal_indices = self.goal_indices[list(part)]
+        goal_dim = spec.observation_dim if config.goal_input == "observation" else len(part)
+        binary = [config.binary_goals == "bits" and spec.goal_binary != () and spec.goal_binary[i] for i in part]
+        # Goal coordinates with an exact probability: of two values, and of those that stay or move whether they do.
         self.register_buffer("bit_at", torch.tensor(binary).nonzero()[:, 0], persistent=False)
         self.register_buffer("rest_at", torch.tensor(binary).logical_not().nonzero()[:, 0], persistent=False)
-        bits, rest = sum(binary), spec.goal_dim - sum(binary)
+        rest = len(part) - sum(binary)
+        bits = len(part) if config.goal_still > 0.0 else sum(binary)
         self.critic: nn.ModuleDict | None = None
         if config.conditioning == "flow":
             c = config.representation
@@ -236,24 +256,28 @@ class QHyer(Agent):
 
     # -------------------------------------------------------------------------------------------- the critic
 
-    def log_density(self, observations: Tensor, actions: Tensor, goals: Tensor) -> Tensor:
-        """Eq. (4): Q(s, a, g) = log p(g | s, a), goals in standard units of the goal coordinates; all (..., d)."""
+    def log_density(self, observations: Tensor, actions: Tensor, goals: Tensor, noise: float = 0.0) -> Tensor:
+        """Eq. (4): Q(s, a, g) = log p(g | s, a), goals in standard units of the goal coordinates; all (..., d).
+
+        `noise` blurs what the flow sees (Algorithm 1's denoising), and never a bit.
+        """
         assert self.critic is not None
         state = self.normalize(observations)
         context = self.critic["encoder"](state, actions)
         # The density itself stays in full precision: log-densities are differences of large numbers.
         with torch.autocast(observations.device.type, enabled=False):
-            log_p = self._log_prob(goals.float(), state.float()[..., self.goal_indices], context.float())
+            log_p = self._log_prob(goals.float(), state.float()[..., self.goal_indices], context.float(), noise)
             if self.config.flow_defence == 0.0:
                 return log_p
             weight = self.config.flow_defence
             if self.config.critic == "contrastive":  # a ratio to the data's goals: mixed with these, of ratio one
                 return torch.logaddexp(log_p + math.log1p(-weight), torch.full_like(log_p, math.log(weight)))
             rest = goals.float()[..., self.rest_at]
-            broad = -losses.gaussian_nll(torch.zeros_like(rest), rest) - len(self.bit_at) * math.log(2.0)
+            bits = len(self.bit_at) + (len(self.rest_at) if self.config.goal_still > 0.0 else 0)
+            broad = -losses.gaussian_nll(torch.zeros_like(rest), rest) - bits * math.log(2.0)
             return torch.logaddexp(log_p + math.log1p(-weight), broad + math.log(weight))
 
-    def _log_prob(self, goals: Tensor, here: Tensor, context: Tensor) -> Tensor:
+    def _log_prob(self, goals: Tensor, here: Tensor, context: Tensor, noise: float) -> Tensor:
         """log p(goals | context): the flow's, with exact probabilities of the binary coordinates where asked for.
 
         Seen from the state, a goal is a difference, a bit one that has changed or not: both maps keep volume (and
@@ -261,18 +285,22 @@ class QHyer(Agent):
         """
         assert self.critic is not None
         relative = self.config.goal_frame == "relative"
-        if "bits" not in self.critic:
-            density = self.critic[self.config.critic]
-            return density.log_prob(goals - here if relative else goals, context)  # type: ignore[operator]
+        rest = (goals - here if relative else goals)[..., self.rest_at]
         bits = goals[..., self.bit_at] > 0.0  # in standard units the lower of two values is negative
         if relative:
             bits = bits != (here[..., self.bit_at] > 0.0)
-        bits = bits.float()
-        log_p = self.critic["bits"].log_prob(bits, context)  # type: ignore[operator]
+        if self.config.goal_still > 0.0:
+            moves = rest.abs() > self.config.goal_still
+            bits = torch.cat([bits, moves], dim=-1)
+            rest = rest * moves  # how far, if at all
+        if noise > 0.0:
+            rest = rest + noise * torch.randn_like(rest)
+        if "bits" not in self.critic:
+            return self.critic[self.config.critic].log_prob(rest, context)  # type: ignore[operator]
+        log_p = self.critic["bits"].log_prob(bits.float(), context)  # type: ignore[operator]
         if "flow" not in self.critic:
             return log_p
-        rest = (goals - here if relative else goals)[..., self.rest_at]
-        return log_p + self.critic["flow"].log_prob(rest, context + self.critic["given"](bits))  # type: ignore[operator]
+        return log_p + self.critic["flow"].log_prob(rest, context + self.critic["given"](bits.float()))  # type: ignore[operator]
 
     def goal_coordinates(self, goals: Tensor) -> Tensor:
         """Raw goal observations (..., d_s) -> the standardised coordinates that make the goal (..., d_g)."""
@@ -288,12 +316,11 @@ class QHyer(Agent):
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Eq. (5): maximum likelihood of hindsight goals, with noise on the goals (the denoising of Alg. 1)."""
         goals = self.goal_coordinates(batch["flow_goals"])
-        noise = self.config.flow_noise * torch.randn_like(goals)
-        goals = goals + (noise if len(self.bit_at) == 0 else noise.index_fill(-1, self.bit_at, 0.0))
+        states, actions, noise = batch["flow_observations"], batch["flow_actions"], self.config.flow_noise
         if self.config.critic != "flow":
-            loss = self._rival_loss(batch["flow_observations"], batch["flow_actions"], goals)
+            loss = self._rival_loss(states, actions, goals + noise * torch.randn_like(goals))
             return loss, {"critic/loss": loss.detach()}
-        log_p = self.log_density(batch["flow_observations"], batch["flow_actions"], goals)  # (M,)
+        log_p = self.log_density(states, actions, goals, noise)  # (M,)
         loss = -log_p.mean()
         return loss, {"critic/nll": loss.detach(), "critic/log_p_std": log_p.detach().std(correction=0)}
 
