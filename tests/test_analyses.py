@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -219,6 +220,8 @@ def test_ranks_and_spearman_agree_with_scipy() -> None:
 class Oracle:
     """A critic that knows the straight walks: far goals and goals in another direction are unlikely."""
 
+    config, action_dim = SimpleNamespace(chunk=1), 2
+
     def goal_coordinates(self, goals: torch.Tensor) -> torch.Tensor:
         return goals
 
@@ -233,6 +236,15 @@ def test_a_critic_that_knows_is_told_from_one_that_does_not(data: Path) -> None:
     assert found["spearman"] == pytest.approx(1.0) and found["states_per_goal"] == critic.APPROACH
     ranking = critic.action_ranking(knows, episodes, 0.95, source)
     assert ranking["auc_other"] > 0.95 and ranking["auc_random"] > 0.6 and ranking["advantage_other"] > 0
+
+    class Planner(Oracle):  # is asked about three actions at a time
+        config, action_dim = SimpleNamespace(chunk=3), 6
+
+        def log_density(self, states: torch.Tensor, actions: torch.Tensor, goals: torch.Tensor) -> torch.Tensor:
+            return super().log_density(states, actions.view(-1, 3, 2).mean(1), goals)
+
+    assert critic.nearing(Planner(), episodes, 40, source)["spearman"] == pytest.approx(1.0)
+    assert critic.action_ranking(Planner(), episodes, 0.95, source)["auc_other"] > 0.95
 
     class Ignorant(Oracle):
         def log_density(self, states: torch.Tensor, actions: torch.Tensor, goals: torch.Tensor) -> torch.Tensor:

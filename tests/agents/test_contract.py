@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import inspect
 import json
-import math
 import re
 import typing
 
@@ -230,10 +229,10 @@ def test_unknown_agent_suggests_the_nearest():
 # ------------------------------------------------------------------------- QHyer against a slow, obvious version
 
 
-def slow_act(agent, observations: torch.Tensor, goal: torch.Tensor, q: list, actions: list):
+def slow_act(agent, observations: torch.Tensor, goal: torch.Tensor, q: list, actions: list, moment: int):
     """Algorithm 1 without any cache: the window's tokens one by one, the decoder over all of them, twice.
 
-    observations (n, T, d_s): the window; q, actions: those of the steps before its last.
+    observations (n, T, d_s): the window; q, actions: those of the steps before its last; moment: the episode's step.
     """
     tokens, config = agent.tokens, agent.config
     sequence: list[torch.Tensor] = []
@@ -268,9 +267,8 @@ def slow_act(agent, observations: torch.Tensor, goal: torch.Tensor, q: list, act
                 rows = [row[m + int(row[:m].argmax()) * d :][:d] for row in numbers]
                 action = torch.stack(rows).clamp(-1, 1)
             if config.action_head == "best_of_mixture":
-                action = torch.stack(
-                    [slow_choice(agent, *each) for each in zip(numbers_of(agent, read), observations[:, -1], goal)]
-                )
+                each = zip(numbers_of(agent, read), observations[:, -1], goal)
+                action = torch.stack([slow_choice(agent, moment, *one) for one in each])
             return action, q, [*actions, action]
         sequence.append(tokens.action(actions[i]) + position + kind["action"])
     raise AssertionError
@@ -280,9 +278,9 @@ def numbers_of(agent, read) -> torch.Tensor:
     return agent.action_head(read())
 
 
-def slow_choice(agent, row: torch.Tensor, state: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
-    """One draw after the other from a mixture given by its numbers, and the one with the highest Q + w log pi."""
-    m, d, draws = agent.config.mixtures, agent.spec.action_dim, agent.draws
+def slow_choice(agent, moment: int, row: torch.Tensor, state: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    """One draw after the other from a mixture given by its numbers, and the one whose Q and luck are highest."""
+    m, d, draws = agent.config.mixtures, agent.spec.action_dim, agent.draws[moment]
     weights = row[:m].exp() / row[:m].exp().sum()
     means, stds = row[m : m + m * d].view(m, d), row[m + m * d :].view(m, d).clamp(-3, 1).exp()
     best, score = None, -float("inf")
@@ -293,12 +291,8 @@ def slow_choice(agent, row: torch.Tensor, state: torch.Tensor, goal: torch.Tenso
             heap += float(weights[k])
         action = (means[k] + stds[k] * noise).clamp(-1, 1)
         q = float(agent.log_density(state[None], action[None], agent.goal_coordinates(goal)[None]))
-        density = sum(
-            float(weights[j]) * float(torch.distributions.Normal(means[j], stds[j]).log_prob(action).sum().exp())
-            for j in range(m)
-        )
-        if q + agent.config.prior_weight * math.log(density) > score:
-            best, score = action, q + agent.config.prior_weight * math.log(density)
+        if q + float(agent.luck[moment, i]) > score:
+            best, score = action, q + float(agent.luck[moment, i])
     assert best is not None
     return best
 
@@ -324,7 +318,7 @@ def test_qhyer_acts_as_the_slow_version(options, tiny_agent, point_world, shake)
             observation = point_world.observations[[t, 60 + t]]
             seen = [*seen, observation][-K:]
             q, actions = q[len(q) - (len(seen) - 1) :], actions[len(actions) - (len(seen) - 1) :]
-            expected, q, actions = slow_act(agent, torch.stack(seen, 1), goal, q, actions)
+            expected, q, actions = slow_act(agent, torch.stack(seen, 1), goal, q, actions, t)
             action, memory = agent.act(observation, goal, memory)
             torch.testing.assert_close(action, expected, rtol=0, atol=1e-5)
             if memory is not None and "q" in memory:

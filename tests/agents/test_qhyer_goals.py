@@ -91,11 +91,11 @@ def test_what_stays_is_an_event_and_how_far_the_rest_moves_a_density(lamps, tiny
     context = agent.critic["encoder"](agent.normalize(state), action)
     patterns = torch.tensor(list(itertools.product([0.0, 1.0], repeat=3)))
     p = agent.critic["bits"].log_prob(patterns, context.expand(8, -1)).exp()
-    assert float(p.sum()) == pytest.approx(1.0, abs=1e-5)
+    assert float(p.detach().sum()) == pytest.approx(1.0, abs=1e-5)
     # Both lamps as they are, and the place moved by 0.6: that event, and the flow's density of the distance.
     given = agent.critic["given"](torch.tensor([[0.0, 0.0, 1.0]]))
     flow = agent.critic["flow"].log_prob(torch.tensor([[0.6]]), context + given)
-    assert q[2] == pytest.approx(float(p[1].log() + flow), abs=1e-4)
+    assert q[2] == pytest.approx(float((p[1].log() + flow).detach()), abs=1e-4)
     with pytest.raises(UserError, match="goal_frame relative"):
         tiny_config("qhyer", goal_still=0.5)
 
@@ -157,9 +157,9 @@ def test_a_chunk_is_carried_out_before_the_next_is_chosen(head, lamps, tiny_conf
         action, memory = agent.act(observation, goal, memory)
         assert action.shape == (2, 1)
         taken.append(action)
-    assert memory is None  # the second plan has been carried out, too
+    assert memory is not None and memory["plan"].shape == (2, 0, 1)  # the second plan has been carried out, too
     for first in (0, 3):
-        memory = None
+        memory = None if first == 0 or head != "best_of_mixture" else {"moment": torch.ones(2, dtype=torch.long)}
         for step in range(3):  # again, blind after the first look
             action, memory = agent.act(seen[first] if step == 0 else torch.full_like(seen[0], 9.0), goal, memory)
             assert torch.equal(action, taken[first + step])
@@ -169,3 +169,22 @@ def test_a_chunk_is_carried_out_before_the_next_is_chosen(head, lamps, tiny_conf
 def test_a_chunk_needs_a_context_of_one(tiny_config):
     with pytest.raises(UserError, match="write context 1"):
         tiny_config("qhyer", context=2, chunk=3)
+
+
+def test_a_choice_is_in_proportion_to_what_the_critic_says_of_it(lamps, tiny_config, shake):
+    """Four candidates, all moments' luck: as often as exp(Q / T) says, and at T = 0 always the best."""
+    options = dict(context=1, action_head="best_of_mixture", conditioning="flow", candidates=4, mixtures=2)
+    state, goal, q = lamps.observations[[7]], lamps.observations[[30]], torch.tensor([[0.0, 0.5, 1.0, 0.3]])
+    for temperature in (0.0, 0.5):
+        agent = agent_of(lamps, tiny_config, shake, choice_temperature=temperature, **options).eval()
+        agent.log_density = lambda *_: q.expand(128, -1)
+        agent.draws = torch.tensor([-0.9, -0.3, 0.3, 0.9])[None, :, None].expand(128, -1, -1)
+        moments, zeros = torch.arange(128), torch.zeros(128, 2, 1)
+        action = agent._chosen_action(state.expand(128, -1), goal.expand(128, -1), moments, zeros[..., 0], zeros, zeros)
+        counts = torch.stack([(action[:, 0] == a).sum() for a in (-0.9, -0.3, 0.3, 0.9)])
+        assert int(counts.sum()) == 128
+        if temperature == 0.0:
+            assert counts.tolist() == [0, 0, 128, 0]
+        else:
+            expected = 128 * (q[0] / temperature).softmax(-1)
+            assert float(((counts - expected).square() / expected).sum()) < 11.3  # chi-square, 3 degrees: 1 %

@@ -33,6 +33,7 @@ from qhyer.nn.streams import concurrently
 from qhyer.nn.tokens import Tokenization, Tokens
 
 Q_SCALE_RATE = 0.01  # Unspecified in the paper: rate of the running mean of |Q|
+MOMENTS = 128  # decisions after which the chance in best_of_mixture's choices repeats
 LOG_STD = (-3.0, 1.0)  # beyond the paper: range of a mixture's log standard deviations
 Q_SCALE_FLOOR = 1e-3  # Unspecified in the paper: delta of its normalisation
 RIVALS = {"cvae": cvae.given_context, "contrastive": contrastive.given_context}  # of the flow, in the ablation
@@ -120,14 +121,14 @@ class QHyerConfig(AgentConfig):
     event with an exact probability (goal_frame relative): what is not touched does not move, and no smooth density
     says so"""
     action_head: Literal["gaussian", "mixture", "best_of_mixture"] = "gaussian"
-    """one Gaussian of fixed width (OGBench's); beyond the paper a mixture: the likeliest of it acts, or the draw
-    that the critic likes best. Where several ways lead to a goal, one Gaussian takes their mean: perhaps none"""
+    """one Gaussian of fixed width (OGBench's); beyond the paper a mixture: the likeliest of it acts, or a draw
+    that the critic chooses. Where several ways lead to a goal, one Gaussian takes their mean: perhaps none"""
     mixtures: int = 8
     """Gaussians of the mixture"""
     candidates: int = 64
     """draws from the mixture between which the critic chooses (best_of_mixture)"""
-    prior_weight: float = 0.3
-    """how much a draw's own log-density counts beside its Q (best_of_mixture)"""
+    choice_temperature: float = 0.2
+    """how freely (best_of_mixture): a draw is chosen in proportion to exp(Q / this); 0: the one with the highest Q"""
     chunk: int = 1
     """beyond the paper: actions predicted, judged by the critic and carried out at a time (with context 1). One action
     of a hand that moves for 30 steps says little of where it is going, and to choose anew at every step is to dither"""
@@ -147,6 +148,7 @@ class QHyerConfig(AgentConfig):
             require(0.0 <= getattr(self, name) < 1.0, f"{name} must be at least 0 and below 1")
         require(self.flow_noise >= 0.0 and self.warmup >= 0, "flow_noise and warmup cannot be negative")
         require(self.grad_clip > 0.0 and self.stitch_cell > 0.0, "grad_clip and stitch_cell must be positive")
+        require(self.choice_temperature >= 0.0, "choice_temperature cannot be negative")
         require(
             self.conditioning != "flow" or self.batch_size * self.context * self.flow_batch >= 1.0,
             "flow_batch is so small that the flow would see no transition",
@@ -231,9 +233,11 @@ class QHyer(Agent):
         self.decoder = HybridDecoder(d, config.layers, config.heads, config.dropout, config.backbone, config.state_size)
         self.q_head = nn.Linear(d, 1) if config.conditioning != "none" else None
         mixture = config.action_head != "gaussian"
-        noise = torch.randn(config.candidates, self.action_dim, generator=torch.Generator().manual_seed(0))
-        noise[::2] = 0.0  # every other candidate is a mean
-        self.register_buffer("draws", 0.5 * noise, persistent=False)
+        if config.action_head == "best_of_mixture":  # chance, the same in every episode
+            source, size = torch.Generator().manual_seed(0), (MOMENTS, config.candidates)
+            self.register_buffer("draws", torch.randn(*size, self.action_dim, generator=source), persistent=False)
+            gumbel = -torch.empty(size).exponential_(generator=source).log()
+            self.register_buffer("luck", config.choice_temperature * gumbel, persistent=False)
         self.action_head = nn.Linear(d, config.mixtures * (1 + 2 * self.action_dim) if mixture else self.action_dim)
         # Mean |Q| of the data, running: the batch mean of the paper's Q normalisation does not exist when acting.
         self.register_buffer("q_shift", torch.zeros(()))
@@ -248,6 +252,7 @@ class QHyer(Agent):
         )
 
     draws: Tensor
+    luck: Tensor
     bit_at: Tensor
     rest_at: Tensor
     q_shift: Tensor
@@ -467,67 +472,70 @@ class QHyer(Agent):
         Stage 2 adds one token to stage 1's sequence, so it runs through stage 1's cache: exact, and no second
         pass over the window.
         """
-        if memory is not None and "plan" in memory:
-            return self._go_on(memory["plan"])
+        if memory is not None and "plan" in memory and memory["plan"].shape[1]:
+            return memory["plan"][:, 0], {**memory, "plan": memory["plan"][:, 1:]}
+        past = memory if memory is not None and "observations" in memory else None
         observations = (
-            observation[:, None] if memory is None else torch.cat([memory["observations"], observation[:, None]], dim=1)
+            observation[:, None] if past is None else torch.cat([past["observations"], observation[:, None]], dim=1)
         )  # (n, T, d_s), T <= K
         steps = observations.shape[1]
         s = self.normalize(observations)
         g = self.actor_goals(goal, observations)
         current = self.tokens.state_tokens(s[:, -1:], g[:, -1:], first=steps - 1).flatten(1, 2)  # (n, 1 or 2, d)
-        if memory is not None:
-            past = self.tokens(s[:, :-1], g[:, :-1], memory.get("q"), memory["actions"])
-            current = torch.cat([past, current], dim=1)
+        if past is not None:
+            before = self.tokens(s[:, :-1], g[:, :-1], past.get("q"), past["actions"])
+            current = torch.cat([before, current], dim=1)
         h, cache = self.decoder(current)
-        after: Memory = {"observations": observations}
+        window: Memory = {"observations": observations}
         if self.q_head is not None:
             q_hat = self.q_head(h[:, -1])  # (n, 1): stage 1
             h, _ = self.decoder(self.tokens.q_token(q_hat, first=steps - 1), cache)  # stage 2: one more token
-            after["q"] = q_hat if memory is None else torch.cat([memory["q"], q_hat], dim=1)
+            window["q"] = q_hat if past is None else torch.cat([past["q"], q_hat], dim=1)
         numbers = self.action_head(h[:, -1])
+        after: Memory = {}
         if self.config.action_head == "best_of_mixture":
-            action = self._best_action(observation, goal, *self._mixture(numbers))
+            moment = observation.new_zeros(len(observation), dtype=torch.long) if memory is None else memory["moment"]
+            action = self._chosen_action(observation, goal, moment, *self._mixture(numbers))
+            after["moment"] = (moment + 1) % MOMENTS
         else:
             action = self._action(numbers).clamp(-1.0, 1.0)
         if self.config.chunk > 1:
-            return self._go_on(action.unflatten(-1, (self.config.chunk, -1)))
-        after["actions"] = action[:, None] if memory is None else torch.cat([memory["actions"], action[:, None]], dim=1)
+            plan = action.unflatten(-1, (self.config.chunk, -1))  # (n, chunk, d_a): the first now, the others blindly
+            action, after["plan"] = plan[:, 0], plan[:, 1:]
         keep = self.config.context - 1
-        if keep == 0:
-            return action, None
-        return action, {key: value[:, -keep:] for key, value in after.items()}
-
-    def _go_on(self, plan: Tensor) -> tuple[Tensor, Memory | None]:
-        """The first of the planned actions (n, T, d_a), and the rest to remember."""
-        return plan[:, 0], {"plan": plan[:, 1:]} if plan.shape[1] > 1 else None
+        if keep > 0:
+            window["actions"] = (
+                action[:, None] if past is None else torch.cat([past["actions"], action[:, None]], dim=1)
+            )
+            after |= {key: value[:, -keep:] for key, value in window.items()}
+        return action, after or None
 
     def acting_state(self) -> dict[str, Tensor]:
         """All but the critic, since acting reads Q-hat alone, unless the critic chooses."""
         return self.state_dict() if self.config.action_head == "best_of_mixture" else super().acting_state()
 
-    def _best_action(
-        self, observation: Tensor, goal: Tensor, logits: Tensor, means: Tensor, log_stds: Tensor
+    def _chosen_action(
+        self, observation: Tensor, goal: Tensor, moment: Tensor, logits: Tensor, means: Tensor, log_stds: Tensor
     ) -> Tensor:
-        """Of draws from the mixture, for each state and goal the one with the highest Q + prior_weight log pi.
+        """Of draws from the mixture, for each state and goal one, in proportion to exp(Q / choice_temperature).
 
-        The draws are the same for all: Gaussians by their share of the weight, so that one the data never chose here is
-        not drawn (the critic knows nothing there), every other draw a mean, the rest with half their noise. Where Q is
-        flat, the likeliest wins: chance differences of Q would make the arm dither.
+        Were it always the best, a hand that misses its button would come back the same way and miss again. Chance is
+        the `moment`'s (n,), the number of choices so far: an episode that is played again is the same. A Gaussian is
+        drawn from as its weight is, so that one the data never chose here is not: the critic knows nothing there.
         """
-        draws, d = self.draws, means.shape[-1]  # (N, d_a)
-        share = (torch.arange(len(draws), device=draws.device) + 0.5) / len(draws)
+        noise, d = self.draws[moment], means.shape[-1]  # (n, N, d_a)
+        count = noise.shape[1]
+        share = (torch.arange(count, device=noise.device) + 0.5) / count
         heaps = logits.softmax(-1).cumsum(-1)  # (n, M)
         which = torch.searchsorted(heaps, share.expand(len(heaps), -1).contiguous()).clamp(max=heaps.shape[-1] - 1)
         at = which[..., None].expand(-1, -1, d)  # (n, N, d_a)
-        actions = (means.gather(1, at) + log_stds.gather(1, at).exp() * draws).clamp(-1.0, 1.0)
+        actions = (means.gather(1, at) + log_stds.gather(1, at).exp() * noise).clamp(-1.0, 1.0)
 
         def each(x: Tensor) -> Tensor:
-            return x[:, None].expand(-1, len(draws), *x.shape[1:])
+            return x[:, None].expand(-1, count, *x.shape[1:])
 
         q = self.log_density(each(observation), actions, each(self.goal_coordinates(goal)))  # (n, N)
-        log_pi = -losses.mixture_nll(each(logits), each(means), each(log_stds), actions)
-        best = (q + self.config.prior_weight * log_pi).argmax(-1)
+        best = (q + self.luck[moment]).argmax(-1)  # Gumbel's trick: the largest is a draw from the softmax
         return actions[torch.arange(len(actions), device=actions.device), best]
 
     @torch.no_grad()

@@ -23,6 +23,7 @@ from qhyer.analyses._common import generator, load_critic, load_episodes
 from qhyer.analyses.critic import log_density
 from qhyer.data import goals
 from qhyer.data.episodes import Episodes
+from qhyer.data.samplers import chunks
 from qhyer.errors import UserError
 from qhyer.storage import write_json
 
@@ -76,7 +77,8 @@ def run(run: Path, *, device: str = "cpu", data: Path | None = None) -> Path:
         at = list(episodes.goal_indices)
         scale = agent.observation_std[at]
         target[:, at] += sigma * scale * torch.randn(ASKED, dim, generator=source, device=device)
-    nats = -float(log_density(agent, episodes.observations[rows], episodes.actions[rows], target).double().mean())
+    actions = chunks(episodes, rows, agent.config.chunk)
+    nats = -float(log_density(agent, episodes.observations[rows], actions, target).double().mean())
     critic = nats if exact else nats - noise_cost(dim, sigma)
     result: dict[str, Any] = {
         "analysis": "binary_goals",

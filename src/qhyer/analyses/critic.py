@@ -25,6 +25,7 @@ from qhyer.agent import Batch
 from qhyer.analyses._common import generator, load_critic, load_episodes, spearman
 from qhyer.data import goals
 from qhyer.data.episodes import Episodes
+from qhyer.data.samplers import chunks
 from qhyer.storage import write_json
 
 GOALS = 256  # goals whose approach is followed
@@ -54,7 +55,8 @@ def nearing(agent: Any, episodes: Episodes, horizon: int, source: torch.Generato
     steps = 1 + torch.floor(share * (reach[goal][:, None] - 1)).long()  # (GOALS, count)
     at = (goal[:, None] - steps).flatten()
     repeated = goal[:, None].expand_as(steps).flatten()
-    log_p = log_density(agent, episodes.observations[at], episodes.actions[at], episodes.observations[repeated])
+    actions = chunks(episodes, at, agent.config.chunk)
+    log_p = log_density(agent, episodes.observations[at], actions, episodes.observations[repeated])
     values, distance = log_p.view_as(steps).cpu().numpy(), steps.cpu().numpy()
     each = spearman(values, -distance)
     each = each[np.isfinite(each)]
@@ -73,11 +75,11 @@ def action_ranking(agent: Any, episodes: Episodes, discount: float, source: torc
     rows = episodes.transitions[goals.random_index(source, (PAIRS,), episodes.num_transitions)]
     reached = goals.geometric_future(source, episodes, rows, discount)
     states, target = episodes.observations[rows], episodes.observations[reached]
-    taken = log_density(agent, states, episodes.actions[rows], target)
-    uniform = 2.0 * goals.uniform(source, (PAIRS, episodes.actions.shape[1])).float() - 1.0
+    taken = log_density(agent, states, chunks(episodes, rows, agent.config.chunk), target)
+    uniform = 2.0 * goals.uniform(source, (PAIRS, agent.action_dim)).float() - 1.0
     elsewhere = episodes.transitions[goals.random_index(source, (PAIRS,), episodes.num_transitions)]
     result: dict[str, Any] = {"pairs": PAIRS}
-    for name, actions in (("random", uniform), ("other", episodes.actions[elsewhere])):
+    for name, actions in (("random", uniform), ("other", chunks(episodes, elsewhere, agent.config.chunk))):
         other = log_density(agent, states, actions, target)
         above = (taken > other).double() + 0.5 * (taken == other).double()
         result[f"auc_{name}"] = float(above.mean())

@@ -54,7 +54,7 @@ def run(run: Path, *, device: str = "cpu", data: Path | None = None) -> Path:
     agent, step = load_critic(run, device)
     x, y, free = grid(geometry)
     places = torch.tensor(np.stack([g[free] for g in np.meshgrid(x, y)], axis=1), dtype=torch.float32, device=device)
-    actions = unit_actions(agent.spec.action_dim).to(device)  # (A, d_a)
+    actions = unit_actions(agent.spec.action_dim).to(device).repeat(1, agent.config.chunk)  # (A, chunk * d_a)
 
     # Starts and goals of the first evaluation episode of each task.
     first = [specs[0] for specs in plan(EvalConfig(episodes=1, shard=1), environment, envs.num_tasks(env))]
