@@ -77,29 +77,6 @@ def test_noise_moves_places_and_never_lamps(lamps, tiny_config, shake):
     assert quiet == noisy
 
 
-def test_what_stays_is_an_event_and_how_far_the_rest_moves_a_density(lamps, tiny_config, shake):
-    """Within goal_still of where it is, a place is the same goal; over all events and distances the whole is one."""
-    options = dict(binary_goals="bits", goal_frame="relative", goal_still=0.5, flow_noise=0.0)
-    agent = agent_of(lamps, tiny_config, shake, **options)
-    state, action = lamps.observations[[7]], lamps.actions[[7]]
-    here = agent.goal_coordinates(state)
-    q = [
-        float(agent.log_density(state, action, here + torch.tensor([[step, 0.0, 0.0]])).detach())
-        for step in (0.0, 0.4, 0.6)
-    ]
-    assert q[0] == q[1] != q[2]
-    context = agent.critic["encoder"](agent.normalize(state), action)
-    patterns = torch.tensor(list(itertools.product([0.0, 1.0], repeat=3)))
-    p = agent.critic["bits"].log_prob(patterns, context.expand(8, -1)).exp()
-    assert float(p.detach().sum()) == pytest.approx(1.0, abs=1e-5)
-    # Both lamps as they are, and the place moved by 0.6: that event, and the flow's density of the distance.
-    given = agent.critic["given"](torch.tensor([[0.0, 0.0, 1.0]]))
-    flow = agent.critic["flow"].log_prob(torch.tensor([[0.6]]), context + given)
-    assert q[2] == pytest.approx(float((p[1].log() + flow).detach()), abs=1e-4)
-    with pytest.raises(UserError, match="goal_frame relative"):
-        tiny_config("qhyer", goal_still=0.5)
-
-
 def test_only_the_named_part_of_a_goal_counts(lamps, tiny_config, shake):
     agent = agent_of(lamps, tiny_config, shake, goal_part=(0, 2), goal_input="coordinates", binary_goals="bits").eval()
     state, goal, other = lamps.observations[[7]], lamps.observations[[20]], lamps.observations[[20]].clone()

@@ -116,10 +116,6 @@ class QHyerConfig(AgentConfig):
     """beyond the paper: goal coordinates of two values are left to the flow (the paper), or get exact probabilities"""
     goal_part: tuple[int, ...] = ()
     """beyond the paper: of the dataset's goal coordinates the ones that count, by position from 0; all when empty"""
-    goal_still: float = 0.0
-    """beyond the paper: that a goal coordinate stays within this many standard deviations of where it is becomes an
-    event with an exact probability (goal_frame relative): what is not touched does not move, and no smooth density
-    says so"""
     action_head: Literal["gaussian", "mixture", "best_of_mixture"] = "gaussian"
     """one Gaussian of fixed width (OGBench's); beyond the paper a mixture: the likeliest of it acts, or a draw
     that the critic chooses. Where several ways lead to a goal, one Gaussian takes their mean: perhaps none"""
@@ -166,11 +162,6 @@ class QHyerConfig(AgentConfig):
             f"binary_goals bits goes with critic flow alone: write binary_goals flow to have a {self.critic} critic",
         )
         require(
-            self.goal_still == 0.0
-            or (self.goal_still > 0.0 and self.goal_frame == "relative" and self.critic == "flow"),
-            "goal_still is a distance, seen from the state: it needs goal_frame relative and critic flow",
-        )
-        require(
             len(set(self.goal_part)) == len(self.goal_part) and min(self.goal_part, default=0) >= 0,
             "goal_part names goal coordinates by position, from 0, each once",
         )
@@ -202,11 +193,9 @@ class QHyer(Agent):
         self.goal_indices = self.goal_indices[list(part)]
         goal_dim = spec.observation_dim if config.goal_input == "observation" else len(part)
         binary = [config.binary_goals == "bits" and spec.goal_binary != () and spec.goal_binary[i] for i in part]
-        # Goal coordinates with an exact probability: of two values, and of those that stay or move whether they do.
         self.register_buffer("bit_at", torch.tensor(binary).nonzero()[:, 0], persistent=False)
         self.register_buffer("rest_at", torch.tensor(binary).logical_not().nonzero()[:, 0], persistent=False)
-        rest = len(part) - sum(binary)
-        bits = len(part) if config.goal_still > 0.0 else sum(binary)
+        bits, rest = sum(binary), len(part) - sum(binary)
         self.critic: nn.ModuleDict | None = None
         if config.conditioning == "flow":
             c = config.representation
@@ -278,8 +267,7 @@ class QHyer(Agent):
             if self.config.critic == "contrastive":  # a ratio to the data's goals: mixed with these, of ratio one
                 return torch.logaddexp(log_p + math.log1p(-weight), torch.full_like(log_p, math.log(weight)))
             rest = goals.float()[..., self.rest_at]
-            bits = len(self.bit_at) + (len(self.rest_at) if self.config.goal_still > 0.0 else 0)
-            broad = -losses.gaussian_nll(torch.zeros_like(rest), rest) - bits * math.log(2.0)
+            broad = -losses.gaussian_nll(torch.zeros_like(rest), rest) - len(self.bit_at) * math.log(2.0)
             return torch.logaddexp(log_p + math.log1p(-weight), broad + math.log(weight))
 
     def _log_prob(self, goals: Tensor, here: Tensor, context: Tensor, noise: float) -> Tensor:
@@ -294,10 +282,6 @@ class QHyer(Agent):
         bits = goals[..., self.bit_at] > 0.0  # in standard units the lower of two values is negative
         if relative:
             bits = bits != (here[..., self.bit_at] > 0.0)
-        if self.config.goal_still > 0.0:
-            moves = rest.abs() > self.config.goal_still
-            bits = torch.cat([bits, moves], dim=-1)
-            rest = rest * moves  # how far, if at all
         if noise > 0.0:
             rest = rest + noise * torch.randn_like(rest)
         if "bits" not in self.critic:
