@@ -13,6 +13,7 @@ from qhyer.report import SUITES, write_report
 from qhyer.report.collect import collect
 from qhyer.report.commands import report as command
 from qhyer.report.ogbench import DATASETS, OGBENCH, against, agents_table, main_table
+from qhyer.report.pointmaze import POINTMAZE
 from qhyer.report.suite import put_into, suite_of
 from qhyer.report.tables import groups, success_rows, summary_csv
 
@@ -70,6 +71,19 @@ def test_baselines_stand_beside_their_published_numbers(some):
     noisy = next(number for number, line in enumerate(body) if line[0] == "scene-noisy")
     assert body[noisy][at["NF-GCBC"]] == "" and body[noisy + 1][at["NF-GCBC"]] == "50 (1; 200 × 256)"
     assert len(body) == len(DATASETS) + 2
+
+
+def test_point_mazes_have_a_table_of_their_own(tmp_path, make_run):
+    root = tmp_path / "records"
+    make_run(root, "qrl", 0, {1: [1, 1, 0, 0]}, dataset="pointmaze-medium-stitch-v0", preset="paper")
+    make_run(root, "qhyer", 0, {1: [1, 1, 1, 0]}, dataset="pointmaze-medium-navigate-v0", preset="demo")
+    found = groups(collect([root]))
+    (table,) = POINTMAZE.account(found, success_rows(found)).parts
+    at = {name: number for number, name in enumerate(table.header)}
+    theirs, ours, stitch, ours_there = table.body
+    assert theirs[:2] == ["pointmaze-medium-navigate", "published"] and stitch[0] == "pointmaze-medium-stitch"
+    assert (theirs[at["GCIVL"]], stitch[at["QRL"]], theirs[at["QHyer"]]) == ("63 ± 6", "80 ± 12", "")
+    assert (ours[at["QHyer"]], ours_there[at["QRL"]]) == ("75 (1; 200)", "50 (1; 200)")
 
 
 def test_two_settings_of_an_agent_are_two_lines(some, make_run):

@@ -10,6 +10,7 @@ from qhyer.report.collect import Table, collect
 from qhyer.report.compare import Comparison, compare, comparison_csv
 from qhyer.report.mazes import MAZES
 from qhyer.report.ogbench import OGBENCH
+from qhyer.report.pointmaze import POINTMAZE
 from qhyer.report.suite import put_into, suite_of
 from qhyer.report.tables import (
     SuccessRow,
@@ -25,7 +26,7 @@ from qhyer.storage import write_text
 
 __all__ = ["SUITES", "Report", "write_report"]
 
-SUITES = (OGBENCH, MAZES)
+SUITES = (OGBENCH, POINTMAZE, MAZES)
 
 
 @dataclass(frozen=True)

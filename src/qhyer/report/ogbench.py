@@ -35,13 +35,15 @@ NOTE = (
 )
 
 
-def against(rows: Sequence[SuccessRow]) -> list[Comparison]:
-    """The suite's comparisons in its order, from all rows of a report."""
+def against(
+    rows: Sequence[SuccessRow], datasets: Sequence[str] = DATASETS, sources: Sequence[str] = SOURCES
+) -> list[Comparison]:
+    """A suite's comparisons in its order, from all rows of a report."""
     known = {canonical(agent) for agent in AGENTS}
     return [
         line
-        for line in compare(rows, DATASETS)
-        if line.dataset in DATASETS and line.source in SOURCES and canonical(line.agent) in known
+        for line in compare(rows, datasets)
+        if line.dataset in datasets and line.source in sources and canonical(line.agent) in known
     ]
 
 
@@ -61,10 +63,10 @@ def main_table(lines: Sequence[Comparison]) -> Part:
     return Part("QHyer, published against ours", header, body, left=2)
 
 
-def agents_table(lines: Sequence[Comparison]) -> Part:
+def agents_table(lines: Sequence[Comparison], datasets: Sequence[str] = DATASETS) -> Part:
     """Every agent's published number, and below it ours where we have one."""
     body = []
-    for dataset in DATASETS:
+    for dataset in datasets:
         by_agent = {agent: of_agent(lines, dataset, agent) for agent in AGENTS}
         published = [published_text(found[0]) if found else "" for found in by_agent.values()]
         body.append([dataset.removesuffix("-v0"), "published", *published])

@@ -18,7 +18,7 @@ QHYER_D4RL = "QHyer paper, table “Results on D4RL” (5 seeds; all but QHyer's
 SAW = "SAW paper (Zhou et al. 2025), table 1"
 SAW_QUOTING = "OGBench paper (Park et al. 2025), as quoted in table 1 of the SAW paper (Zhou et al. 2025)"
 NF = "Normalizing-flow paper (Ghugare and Eysenbach 2025), NF-GCBC, 5 seeds, means only"
-OGBENCH = "OGBench paper (Park et al. 2025), means only, quoted second-hand"
+OGBENCH = "OGBench paper (Park et al. 2025), 8 seeds, quoted second-hand"
 
 _QHYER_TABLE = """
 dataset                           HIQL     SAW     OTA Eik-HIQRL  GCBC  GCIVL   GCIQL     QRL     CRL   QHyer
@@ -70,8 +70,17 @@ cube-single-play-v0               44±9
 """
 
 _OGBENCH_TABLE = """
-dataset                           GCBC   GCIQL    HIQL
-pointmaze-medium-navigate-v0         9      53      79
+dataset                           GCBC   GCIVL   GCIQL     QRL     CRL    HIQL
+pointmaze-medium-navigate-v0       9±6    63±6    53±8    82±5    29±7    79±5
+pointmaze-giant-navigate-v0        1±2     0±0     0±0    68±7   27±10    46±9
+pointmaze-medium-stitch-v0       23±18   70±14    21±9   80±12     0±1    74±6
+pointmaze-large-stitch-v0          7±5    12±6    31±2   84±15     0±0    13±6
+pointmaze-giant-stitch-v0          0±0     0±0     0±0    50±8     0±0     0±0
+antmaze-medium-navigate-v0        29±4    72±8    71±4    88±3    95±1    96±1
+antmaze-giant-navigate-v0          0±0     0±0     0±0    14±3    16±3    65±5
+antmaze-medium-stitch-v0         45±11    44±6    29±6    59±7    53±6    94±1
+antmaze-large-stitch-v0            3±3    18±2     7±2    18±2    11±2    67±5
+antmaze-giant-stitch-v0            0±0     0±0     0±0     0±0     0±0     2±2
 """
 
 _NF_TABLE = """
