@@ -73,7 +73,8 @@ def test_all_are_there_and_ask_something():
 
 @pytest.mark.parametrize("name", [*VARIANTS, "beyond", "chunk"])
 @pytest.mark.parametrize(
-    "dataset, preset", [("cube-single-play", "fast"), (DATASET, "demo"), ("puzzle-3x3-noisy", "best")]
+    "dataset, preset",
+    [("cube-single-play", "fast"), (DATASET, "demo"), ("puzzle-3x3-noisy", "best"), ("scene-play", "best")],
 )
 def test_variants_are_apart_and_trained_alike(name, dataset, preset):
     """On the default's data and on a laptop's: equal updates, no two variants alike, and nothing else differs."""

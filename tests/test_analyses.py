@@ -220,7 +220,7 @@ def test_ranks_and_spearman_agree_with_scipy() -> None:
 class Oracle:
     """A critic that knows the straight walks: far goals and goals in another direction are unlikely."""
 
-    config, action_dim = SimpleNamespace(chunk=1), 2
+    config, plan_dim = SimpleNamespace(chunk=1), 2
 
     def goal_coordinates(self, goals: torch.Tensor) -> torch.Tensor:
         return goals
@@ -238,7 +238,7 @@ def test_a_critic_that_knows_is_told_from_one_that_does_not(data: Path) -> None:
     assert ranking["auc_other"] > 0.95 and ranking["auc_random"] > 0.6 and ranking["advantage_other"] > 0
 
     class Planner(Oracle):  # is asked about three actions at a time
-        config, action_dim = SimpleNamespace(chunk=3), 6
+        config, plan_dim = SimpleNamespace(chunk=3), 6
 
         def log_density(self, states: torch.Tensor, actions: torch.Tensor, goals: torch.Tensor) -> torch.Tensor:
             return super().log_density(states, actions.view(-1, 3, 2).mean(1), goals)

@@ -14,6 +14,7 @@ from qhyer import presets, runs
 from qhyer.analyses import timing
 from qhyer.bench import common
 from qhyer.bench.train import launch
+from qhyer.config import replace
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
 from qhyer.errors import UserError
@@ -33,10 +34,10 @@ def episodes() -> Episodes:
     )
 
 
-@pytest.fixture
-def agent(episodes: Episodes) -> Any:
+@pytest.fixture(params=[1, 3], ids=["one-action", "three-actions"])
+def agent(episodes: Episodes, request: pytest.FixtureRequest) -> Any:
     config, _ = presets.resolve("qhyer", "demo", "cube-single-play-v0")
-    return runs.build_agent("qhyer", config, episodes.spec(), 0)
+    return runs.build_agent("qhyer", replace(config, {"chunk": request.param}), episodes.spec(), 0)
 
 
 def test_the_paper_s_table_is_whole() -> None:

@@ -147,8 +147,17 @@ def test_small_numbers_are_not_shown_as_zero() -> None:
 
 def test_the_window_is_full() -> None:
     agent = runs.build_agent("qhyer", TINY, spec(), seed=0).eval()
-    memory = full_memory(agent, torch.zeros(2, 3), torch.zeros(2, 3), TINY.context)
+    memory = full_memory(agent, torch.zeros(2, 3), torch.zeros(2, 3))
     assert memory is not None and memory["observations"].shape == (2, TINY.context - 1, 3)
+
+
+@pytest.mark.parametrize("head", ["gaussian", "best_of_mixture"])
+def test_a_choice_is_measured_and_not_the_rest_of_a_plan(head: str) -> None:
+    from dataclasses import replace
+
+    options = dict(context=1, chunk=3, action_head=head)
+    agent = runs.build_agent("qhyer", replace(TINY, **options), spec(), seed=0).eval()  # type: ignore[arg-type]
+    assert measure_acting(agent, 1, 0.0, CEILINGS).extra["flops"] > 0
 
 
 @pytest.mark.parametrize("options", [{"conditioning": "none"}, {"backbone": "attention"}, {"tokenization": "separate"}])

@@ -51,6 +51,19 @@ def test_episodes_that_take_turns_act_as_each_alone(name, tiny_agent, shake):
     assert len(policy.graphs) == shapes  # one for each length of the memory
 
 
+@pytest.mark.parametrize("head", ["gaussian", "best_of_mixture"])
+@torch.no_grad()
+def test_plans_take_turns_and_every_length_of_one_has_a_graph(head, tiny_agent, shake):
+    agent = tiny_agent("qhyer", context=1, chunk=3, action_head=head, conditioning="flow").eval()
+    shake(agent)
+    policy = GraphedPolicy(agent, again)
+    policy.prepare(3)
+    assert len(policy.graphs) == 4  # at first, with two, one and none of a plan's actions left
+    for ours, theirs in zip(walk(policy, 1, 8), walk(agent.act, 1, 8)):
+        assert torch.equal(ours, theirs)
+    assert len(policy.graphs) == 4
+
+
 @torch.no_grad()
 def test_what_is_returned_is_the_callers(tiny_agent):
     policy = GraphedPolicy(tiny_agent("qhyer").eval(), again)

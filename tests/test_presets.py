@@ -6,9 +6,11 @@ import dataclasses
 import fnmatch
 
 import pytest
+import torch
 
 from qhyer import agents, presets
 from qhyer.data import registry
+from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
 
 # Copied from the paper: OGBench state-based table. K, d_model, L, H, LR, dropout, tau, NF blocks, NF channels.
@@ -137,3 +139,19 @@ def test_converted_mazes_get_their_row(name):
     """docs/data.md names converted files so; a name that no row matches would silently train for a million updates."""
     config, _ = presets.resolve("qhyer", "paper", name)
     assert (config.steps, config.context, config.batch_size) == (100_000, 10, 256)
+
+
+@pytest.mark.parametrize("name", [name for name in registry.DATASETS if name.endswith(("-play-v0", "-noisy-v0"))])
+def test_best_builds_an_agent_of_every_manipulation_dataset(name):
+    """Its parts of goals are there, and nothing in it contradicts another."""
+    dataset = registry.DATASETS[name]
+    small = {"width": 16, "heads": 2, "layers": 1, "encoder_width": 8, "encoder_layers": 1, "flow_channels": 24}
+    config = dataclasses.replace(presets.resolve("qhyer", "best", name)[0], **small)
+    dim = max(dataset.goal_indices) + 1
+    binary = tuple(dataset.family == "puzzle" for _ in dataset.goal_indices)
+    spec = DataSpec(dim, 5, dataset.goal_indices, (0.0,) * dim, (1.0,) * dim, binary)
+    agent = agents.load("qhyer")(config, spec).eval()
+    action, _ = agent.act(torch.zeros(2, dim), torch.ones(2, dim), None)
+    assert action.shape == (2, 5) and bool(action.isfinite().all())
+    if dataset.family == "scene":  # the cube's place, two buttons, drawer and window
+        assert agent.goal_indices.tolist() == [19, 20, 21, 29, 33, 36, 38]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import signal
@@ -587,3 +588,19 @@ def test_sampling_is_a_small_part_of_an_update():
         updating.append(time.perf_counter() - middle)
     share = statistics.median(sampling) / statistics.median(updating)
     assert share < 0.1, f"sampling takes {100 * share:.1f} % of an update"
+
+
+def test_an_option_that_came_later_does_not_make_it_another_run(tmp_path, point_world, tiny_config):
+    """run.json of an earlier version, without `chunk` and with an option that is gone: it goes on, to the same end."""
+    config = tiny_config("qhyer", steps=4)
+    for run, stop in ((tmp_path / "whole", None), (tmp_path / "cut", 2)):
+        with contextlib.suppress(KeyboardInterrupt):
+            step = None if stop is None else stop_at(stop)
+            train("qhyer", "x", config, CPU, run=run, episodes=point_world, quiet=True, on_step=step)
+    about = json.loads((tmp_path / "cut" / "run.json").read_text())
+    del about["config"]["chunk"]
+    about["config"]["prior_weight"] = 0.3
+    (tmp_path / "cut" / "run.json").write_text(json.dumps(about))
+    train("qhyer", "x", config, CPU, run=tmp_path / "cut", episodes=point_world, quiet=True)
+    whole, cut = (runs.load_agent(tmp_path / name)[0].state_dict() for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)

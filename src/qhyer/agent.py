@@ -101,7 +101,7 @@ class Agent(nn.Module, ABC):
     def act(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
         """Raw observations (n, d_s) and goals (n, d_s) -> actions (n, d_a) in [-1, 1], and what to remember.
 
-        `memory` is None at the first step of the episodes; they run in lock-step. Deterministic (temperature 0).
+        `memory` is None at the first step of the episodes; they run in lock-step. Deterministic.
         """
 
     def acting_state(self) -> dict[str, Tensor]:

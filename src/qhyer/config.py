@@ -21,8 +21,9 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any]) -> T:
-    """The inverse of `to_dict`. Unknown names are an error, never ignored."""
+    """The inverse of `to_dict`. Unknown names are an error, never ignored; a class with `upgrade` reads older ones."""
     assert dataclasses.is_dataclass(cls)
+    values = getattr(cls, "upgrade", dict)(values)
     hints = typing.get_type_hints(cls)
     unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
     if unknown:

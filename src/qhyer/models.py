@@ -178,6 +178,7 @@ def card(name: str, about: Mapping[str, Any]) -> str:
         "",
         f'agent, about = models.load("{name}")',
         "action, memory = agent.act(observation, goal, None)  # raw float32 tensors, n episodes at once",
+        "action, memory = agent.act(observation, goal, memory)  # and so on, to the end of the episode",
         "```",
         "",
     ]

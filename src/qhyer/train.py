@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qhyer import checkpoint, distributed, runs
+from qhyer import agents, checkpoint, distributed, runs
 from qhyer.agent import Agent, AgentConfig, Sampler, Stage
 from qhyer.config import fingerprint, to_dict
 from qhyer.data import registry
@@ -372,7 +372,8 @@ def _check_same_run(run: Path, info: dict[str, Any]) -> None:
     before = runs.read(run)
     kinds = [str(run_info["hardware"]).partition(" CPU")[1] for run_info in (before, info)]
     pairs: list[tuple[str, Any, Any]] = [(key, before.get(key), info[key]) for key in ("agent", "dataset", "seed")]
-    pairs += [(f"config.{key}", before["config"].get(key), value) for key, value in info["config"].items()]
+    usual = to_dict(agents.load(info["agent"]).Config())  # an option that came later was not used then
+    pairs += [(f"config.{k}", before["config"].get(k, usual.get(k)), value) for k, value in info["config"].items()]
     pairs += [
         ("goal coordinates", before["spec"]["goal_indices"], info["spec"]["goal_indices"]),
         ("precision", before["train"]["precision"], info["train"]["precision"]),

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from qhyer import agents, checkpoint, presets
+from qhyer.agents.qhyer import LUCK_ROWS
 from qhyer.config import from_dict, to_dict
+from qhyer.nn.chance import first_row
 from qhyer.train import Update
 
 # Options that are not Literals but switch code: tested as Literals are.
@@ -229,10 +231,11 @@ def test_unknown_agent_suggests_the_nearest():
 # ------------------------------------------------------------------------- QHyer against a slow, obvious version
 
 
-def slow_act(agent, observations: torch.Tensor, goal: torch.Tensor, q: list, actions: list, moment: int):
+def slow_act(agent, observations: torch.Tensor, goal: torch.Tensor, q: list, actions: list, rows: torch.Tensor):
     """Algorithm 1 without any cache: the window's tokens one by one, the decoder over all of them, twice.
 
-    observations (n, T, d_s): the window; q, actions: those of the steps before its last; moment: the episode's step.
+    observations (n, T, d_s): the window; q, actions: those of the steps before its last; rows (n, N): of the table
+    of chance.
     """
     tokens, config = agent.tokens, agent.config
     sequence: list[torch.Tensor] = []
@@ -267,8 +270,8 @@ def slow_act(agent, observations: torch.Tensor, goal: torch.Tensor, q: list, act
                 rows = [row[m + int(row[:m].argmax()) * d :][:d] for row in numbers]
                 action = torch.stack(rows).clamp(-1, 1)
             if config.action_head == "best_of_mixture":
-                each = zip(numbers_of(agent, read), observations[:, -1], goal)
-                action = torch.stack([slow_choice(agent, moment, *one) for one in each])
+                each = zip(rows, numbers_of(agent, read), observations[:, -1], goal)
+                action = torch.stack([slow_choice(agent, *one) for one in each])
             return action, q, [*actions, action]
         sequence.append(tokens.action(actions[i]) + position + kind["action"])
     raise AssertionError
@@ -278,9 +281,9 @@ def numbers_of(agent, read) -> torch.Tensor:
     return agent.action_head(read())
 
 
-def slow_choice(agent, moment: int, row: torch.Tensor, state: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+def slow_choice(agent, luck: torch.Tensor, row: torch.Tensor, state: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
     """One draw after the other from a mixture given by its numbers, and the one whose Q and luck are highest."""
-    m, d, draws = agent.config.mixtures, agent.spec.action_dim, agent.draws[moment]
+    m, d, draws = agent.config.mixtures, agent.spec.action_dim, agent.draws[luck]
     weights = row[:m].exp() / row[:m].exp().sum()
     means, stds = row[m : m + m * d].view(m, d), row[m + m * d :].view(m, d).clamp(-3, 1).exp()
     best, score = None, -float("inf")
@@ -291,8 +294,8 @@ def slow_choice(agent, moment: int, row: torch.Tensor, state: torch.Tensor, goal
             heap += float(weights[k])
         action = (means[k] + stds[k] * noise).clamp(-1, 1)
         q = float(agent.log_density(state[None], action[None], agent.goal_coordinates(goal)[None]))
-        if q + float(agent.luck[moment, i]) > score:
-            best, score = action, q + float(agent.luck[moment, i])
+        if q + float(agent.luck[luck[i]]) > score:
+            best, score = action, q + float(agent.luck[luck[i]])
     assert best is not None
     return best
 
@@ -318,7 +321,10 @@ def test_qhyer_acts_as_the_slow_version(options, tiny_agent, point_world, shake)
             observation = point_world.observations[[t, 60 + t]]
             seen = [*seen, observation][-K:]
             q, actions = q[len(q) - (len(seen) - 1) :], actions[len(actions) - (len(seen) - 1) :]
-            expected, q, actions = slow_act(agent, torch.stack(seen, 1), goal, q, actions, t)
+            if t == 0:
+                first = first_row(observation, goal, LUCK_ROWS)
+            rows = (first[:, None] + t * agent.config.candidates + torch.arange(agent.config.candidates)) % LUCK_ROWS
+            expected, q, actions = slow_act(agent, torch.stack(seen, 1), goal, q, actions, rows)
             action, memory = agent.act(observation, goal, memory)
             torch.testing.assert_close(action, expected, rtol=0, atol=1e-5)
             if memory is not None and "q" in memory:

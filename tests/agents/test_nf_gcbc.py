@@ -12,6 +12,7 @@ import torch
 from qhyer import presets, runs
 from qhyer.agents.nf_gcbc import TABLE
 from qhyer.data.episodes import Episodes
+from qhyer.nn.chance import first_row
 from qhyer.train import Update
 
 
@@ -67,7 +68,7 @@ def test_draws_are_the_flow_s_inverse_of_the_table_a_row_a_step(tiny_agent, batc
     agent = tiny_agent("nf_gcbc", acting="raw").eval()
     shake(agent, 0.02)
     observation, goal = batch["observations"][:5], batch["goals"][:5]
-    row = agent._first_row(observation, goal)
+    row = first_row(observation, goal, TABLE)
     assert len(set(row.tolist())) == 5 and row.min() >= 0 and row.max() < TABLE
     memory = None
     for step in range(3):
@@ -85,7 +86,7 @@ def test_the_table_is_standard_normal_and_episodes_begin_everywhere(tiny_agent):
     torch.testing.assert_close(torch.cov(agent.latents.T), torch.eye(2), rtol=0, atol=2 * error)
     assert "latents" not in agent.state_dict()
     x = torch.rand(4000, 4, generator=torch.Generator().manual_seed(0))
-    counts = torch.bincount(agent._first_row(x, x.flip(0)) // 512, minlength=TABLE // 512)  # eight parts of 500
+    counts = torch.bincount(first_row(x, x.flip(0), TABLE) // 512, minlength=TABLE // 512)  # eight parts of 500
     assert (counts - 500).abs().max() < 5 * math.sqrt(500)
 
 

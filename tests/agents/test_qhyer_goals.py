@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from qhyer import losses, runs
+from qhyer.agents.qhyer import LUCK_ROWS
 from qhyer.data.episodes import Episodes
 from qhyer.errors import UserError
+from qhyer.nn.chance import first_row
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +131,15 @@ def test_a_chunk_is_carried_out_before_the_next_is_chosen(head, lamps, tiny_conf
     options = dict(context=1, chunk=3, action_head=head, conditioning="flow")
     agent = agent_of(lamps, tiny_config, shake, **options).eval()
     seen, goal = lamps.observations[:12].view(6, 2, 3), lamps.observations[[50, 90]]
-    taken, memory = [], None
+    taken, memory, begun = [], None, first_row(seen[0], goal, LUCK_ROWS)
+    assert begun[0] != begun[1] and int(begun.max()) < LUCK_ROWS - 2 * agent.config.candidates
     for observation in seen:
         action, memory = agent.act(observation, goal, memory)
         assert action.shape == (2, 1)
         taken.append(action)
     assert memory is not None and memory["plan"].shape == (2, 0, 1)  # the second plan has been carried out, too
     for first in (0, 3):
-        memory = None if first == 0 or head != "best_of_mixture" else {"moment": torch.ones(2, dtype=torch.long)}
+        memory = None if first == 0 or head != "best_of_mixture" else {"row": begun + agent.config.candidates}
         for step in range(3):  # again, blind after the first look
             action, memory = agent.act(seen[first] if step == 0 else torch.full_like(seen[0], 9.0), goal, memory)
             assert torch.equal(action, taken[first + step])
@@ -149,19 +152,46 @@ def test_a_chunk_needs_a_context_of_one(tiny_config):
 
 
 def test_a_choice_is_in_proportion_to_what_the_critic_says_of_it(lamps, tiny_config, shake):
-    """Four candidates, all moments' luck: as often as exp(Q / T) says, and at T = 0 always the best."""
+    """Four candidates, a thousand times: as often as exp(Q / T) says, and at T = 0 always the best."""
     options = dict(context=1, action_head="best_of_mixture", conditioning="flow", candidates=4, mixtures=2)
     state, goal, q = lamps.observations[[7]], lamps.observations[[30]], torch.tensor([[0.0, 0.5, 1.0, 0.3]])
+    rows, zeros = torch.arange(4000).view(1000, 4), torch.zeros(1000, 2, 1)
     for temperature in (0.0, 0.5):
         agent = agent_of(lamps, tiny_config, shake, choice_temperature=temperature, **options).eval()
-        agent.log_density = lambda *_: q.expand(128, -1)
-        agent.draws = torch.tensor([-0.9, -0.3, 0.3, 0.9])[None, :, None].expand(128, -1, -1)
-        moments, zeros = torch.arange(128), torch.zeros(128, 2, 1)
-        action = agent._chosen_action(state.expand(128, -1), goal.expand(128, -1), moments, zeros[..., 0], zeros, zeros)
+        agent.log_density = lambda *_: q.expand(1000, -1)
+        agent.draws = torch.tensor([-0.9, -0.3, 0.3, 0.9]).repeat(1000)[:, None]
+        action = agent._chosen_action(state.expand(1000, -1), goal.expand(1000, -1), rows, zeros[..., 0], zeros, zeros)
         counts = torch.stack([(action[:, 0] == a).sum() for a in (-0.9, -0.3, 0.3, 0.9)])
-        assert int(counts.sum()) == 128
+        assert int(counts.sum()) == 1000
         if temperature == 0.0:
-            assert counts.tolist() == [0, 0, 128, 0]
+            assert counts.tolist() == [0, 0, 1000, 0]
         else:
-            expected = 128 * (q[0] / temperature).softmax(-1)
+            expected = 1000 * (q[0] / temperature).softmax(-1)
             assert float(((counts - expected).square() / expected).sum()) < 11.3  # chi-square, 3 degrees: 1 %
+
+
+@pytest.mark.parametrize("defence", [0.0, 0.1])
+def test_the_flow_learns_the_density_of_noised_goals(defence, lamps, tiny_config, shake):
+    """Also where a broad normal is mixed in: one density of one goal, noise and all."""
+    agent = agent_of(lamps, tiny_config, shake, flow_defence=defence, flow_noise=0.3)
+    batch = agent.stages()[0].sampler.build(lamps, torch.Generator().manual_seed(0)).sample(16)
+    torch.manual_seed(1)
+    loss, _ = agent.critic_loss(batch)
+    torch.manual_seed(1)
+    goals = agent.goal_coordinates(batch["flow_goals"])
+    goals = goals + 0.3 * torch.randn_like(goals)
+    expected = -agent.log_density(batch["flow_observations"], batch["flow_actions"], goals).mean()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_part_of_the_goal_may_be_named_in_any_order(lamps, tiny_config, shake):
+    """Lamp before place: the bit is the lamp's, and the flow's number the place's, given it."""
+    options = dict(goal_part=(2, 0), binary_goals="bits", goal_frame="relative")
+    agent = agent_of(lamps, tiny_config, shake, **options)
+    state, action, goal = lamps.observations[[7]], lamps.actions[[7]], lamps.observations[[20]]
+    context = agent.critic["encoder"](agent.normalize(state), action)
+    changed = (goal[:, [2]] != state[:, [2]]).float()
+    moved = (goal[:, [0]] - state[:, [0]]) / lamps.spec().observation_std[0]
+    flow = agent.critic["flow"].log_prob(moved, context + agent.critic["given"](changed))
+    expected = agent.critic["bits"].log_prob(changed, context) + flow
+    torch.testing.assert_close(agent.log_density(state, action, agent.goal_coordinates(goal)), expected)

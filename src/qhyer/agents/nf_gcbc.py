@@ -23,6 +23,7 @@ from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import TransitionSamplerConfig
 from qhyer.errors import require
 from qhyer.losses import gaussian_nll
+from qhyer.nn.chance import first_row
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
 from qhyer.nn.optim import adamw, warm_up_cosine
 
@@ -122,14 +123,6 @@ class NFGCBC(Agent):
             (score,) = torch.autograd.grad(self.flow.log_prob(actions, context).sum(), actions)
         return actions.detach() + self.config.noise**2 * score
 
-    def _first_row(self, observation: Tensor, goal: Tensor) -> Tensor:
-        """Where in the table of noise an episode begins (n,): read off the bits of its first observation and goal, so
-        that episodes differ and yet each is the same alone, in a batch and again."""
-        bits = torch.cat([observation, goal], dim=-1).float().contiguous().view(torch.int32).long()  # (n, 2 d_s)
-        odd = 2 * torch.arange(bits.shape[-1], device=bits.device) + 1
-        mixed = (bits * odd).sum(-1) * 0x9E3779B1  # Knuth's multiplier: neighbours land far apart
-        return (mixed >> 16) % TABLE
-
     @torch.no_grad()
     def act(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
         """f^-1(z; s, g) with z ~ N(0, I) from the table, a row further at each step, then denoised."""
@@ -142,7 +135,7 @@ class NFGCBC(Agent):
             best = self.flow.log_prob(draws, contexts).argmax(dim=1)  # (n,)
             action = draws.gather(1, best[:, None, None].expand(-1, 1, draws.shape[-1])).squeeze(1)
             return self.denoise(action, context).clamp(-1.0, 1.0), None
-        row = self._first_row(observation, goal) if memory is None else memory["row"]  # (n,)
+        row = first_row(observation, goal, TABLE) if memory is None else memory["row"]  # (n,)
         action = self.flow.inverse(self.latents[row], context)  # (n, d_a)
         if self.config.acting == "denoised":
             action = self.denoise(action, context)

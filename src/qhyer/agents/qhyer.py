@@ -12,8 +12,9 @@ leaves open: docs/deviations.md lists each with its reason.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from qhyer.data.samplers import WindowSamplerConfig
 from qhyer.errors import require
 from qhyer.nn import contrastive, cvae
 from qhyer.nn.bits import Bits
+from qhyer.nn.chance import first_row
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
 from qhyer.nn.hybrid import Backbone, HybridDecoder
 from qhyer.nn.optim import adamw, warm_up, warm_up_cosine
@@ -33,7 +35,7 @@ from qhyer.nn.streams import concurrently
 from qhyer.nn.tokens import Tokenization, Tokens
 
 Q_SCALE_RATE = 0.01  # Unspecified in the paper: rate of the running mean of |Q|
-MOMENTS = 128  # decisions after which the chance in best_of_mixture's choices repeats
+LUCK_ROWS = 2**15  # of best_of_mixture's table of chance: 512 choices of 64 before it repeats
 LOG_STD = (-3.0, 1.0)  # beyond the paper: range of a mixture's log standard deviations
 Q_SCALE_FLOOR = 1e-3  # Unspecified in the paper: delta of its normalisation
 RIVALS = {"cvae": cvae.given_context, "contrastive": contrastive.given_context}  # of the flow, in the ablation
@@ -115,7 +117,8 @@ class QHyerConfig(AgentConfig):
     binary_goals: Literal["flow", "bits"] = "flow"
     """beyond the paper: goal coordinates of two values are left to the flow (the paper), or get exact probabilities"""
     goal_part: tuple[int, ...] = ()
-    """beyond the paper: of the dataset's goal coordinates the ones that count, by position from 0; all when empty"""
+    """beyond the paper: of the dataset's goal coordinates the ones that critic and decoder see, by position from 0; all
+    when empty. (With goal_input observation the decoder sees everything; stitch_cell always looks at all)"""
     action_head: Literal["gaussian", "mixture", "best_of_mixture"] = "gaussian"
     """one Gaussian of fixed width (OGBench's); beyond the paper a mixture: the likeliest of it acts, or a draw
     that the critic chooses. Where several ways lead to a goal, one Gaussian takes their mean: perhaps none"""
@@ -128,6 +131,12 @@ class QHyerConfig(AgentConfig):
     chunk: int = 1
     """beyond the paper: actions predicted, judged by the critic and carried out at a time (with context 1). One action
     of a hand that moves for 30 steps says little of where it is going, and to choose anew at every step is to dither"""
+
+    @staticmethod
+    def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
+        """A configuration written by an earlier version, with what it has no more and did not use left out."""
+        unused = {"prior_weight"} if values.get("action_head") != "best_of_mixture" else set()
+        return {name: value for name, value in values.items() if name not in unused}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -187,19 +196,20 @@ class QHyer(Agent):
     def __init__(self, config: QHyerConfig, spec: DataSpec) -> None:
         super().__init__(config, spec)
         d = config.width
-        self.action_dim = config.chunk * spec.action_dim  # of what is chosen at a time
+        self.plan_dim = config.chunk * spec.action_dim  # of what is chosen at a time; d_a below, unless said
         part = config.goal_part or tuple(range(spec.goal_dim))
         require(max(part) < spec.goal_dim, f"goal_part: this dataset's goals have coordinates 0 to {spec.goal_dim - 1}")
         self.goal_indices = self.goal_indices[list(part)]
         goal_dim = spec.observation_dim if config.goal_input == "observation" else len(part)
-        binary = [config.binary_goals == "bits" and spec.goal_binary != () and spec.goal_binary[i] for i in part]
+        flags = spec.goal_binary or (False,) * spec.goal_dim
+        binary = [config.binary_goals == "bits" and flags[i] for i in part]
         self.register_buffer("bit_at", torch.tensor(binary).nonzero()[:, 0], persistent=False)
         self.register_buffer("rest_at", torch.tensor(binary).logical_not().nonzero()[:, 0], persistent=False)
         bits, rest = sum(binary), len(part) - sum(binary)
         self.critic: nn.ModuleDict | None = None
         if config.conditioning == "flow":
             c = config.representation
-            inputs = spec.observation_dim + self.action_dim
+            inputs = spec.observation_dim + self.plan_dim
             self.critic = nn.ModuleDict({"encoder": SAEncoder(inputs, config.encoder_width, config.encoder_layers, c)})
             if config.critic != "flow":
                 make = RIVALS[config.critic]
@@ -212,7 +222,7 @@ class QHyer(Agent):
                 self.critic["given"] = nn.Linear(bits, c)  # the flow's context, given the bits
         self.tokens = Tokens(
             spec.observation_dim,
-            self.action_dim,
+            self.plan_dim,
             goal_dim,
             d,
             config.context,
@@ -222,12 +232,12 @@ class QHyer(Agent):
         self.decoder = HybridDecoder(d, config.layers, config.heads, config.dropout, config.backbone, config.state_size)
         self.q_head = nn.Linear(d, 1) if config.conditioning != "none" else None
         mixture = config.action_head != "gaussian"
-        if config.action_head == "best_of_mixture":  # chance, the same in every episode
-            source, size = torch.Generator().manual_seed(0), (MOMENTS, config.candidates)
-            self.register_buffer("draws", torch.randn(*size, self.action_dim, generator=source), persistent=False)
-            gumbel = -torch.empty(size).exponential_(generator=source).log()
+        if config.action_head == "best_of_mixture":
+            source = torch.Generator().manual_seed(0)
+            self.register_buffer("draws", torch.randn(LUCK_ROWS, self.plan_dim, generator=source), persistent=False)
+            gumbel = -torch.empty(LUCK_ROWS).exponential_(generator=source).log()
             self.register_buffer("luck", config.choice_temperature * gumbel, persistent=False)
-        self.action_head = nn.Linear(d, config.mixtures * (1 + 2 * self.action_dim) if mixture else self.action_dim)
+        self.action_head = nn.Linear(d, config.mixtures * (1 + 2 * self.plan_dim) if mixture else self.plan_dim)
         # Mean |Q| of the data, running: the batch mean of the paper's Q normalisation does not exist when acting.
         self.register_buffer("q_shift", torch.zeros(()))
         self.register_buffer("q_scale", torch.ones(()))
@@ -250,17 +260,14 @@ class QHyer(Agent):
 
     # -------------------------------------------------------------------------------------------- the critic
 
-    def log_density(self, observations: Tensor, actions: Tensor, goals: Tensor, noise: float = 0.0) -> Tensor:
-        """Eq. (4): Q(s, a, g) = log p(g | s, a), goals in standard units of the goal coordinates; all (..., d).
-
-        `noise` blurs what the flow sees (Algorithm 1's denoising), and never a bit.
-        """
+    def log_density(self, observations: Tensor, actions: Tensor, goals: Tensor) -> Tensor:
+        """Eq. (4): Q(s, a, g) = log p(g | s, a), goals in standard units of the goal coordinates; all (..., d)."""
         assert self.critic is not None
         state = self.normalize(observations)
         context = self.critic["encoder"](state, actions)
         # The density itself stays in full precision: log-densities are differences of large numbers.
         with torch.autocast(observations.device.type, enabled=False):
-            log_p = self._log_prob(goals.float(), state.float()[..., self.goal_indices], context.float(), noise)
+            log_p = self._log_prob(goals.float(), state.float()[..., self.goal_indices], context.float())
             if self.config.flow_defence == 0.0:
                 return log_p
             weight = self.config.flow_defence
@@ -270,7 +277,7 @@ class QHyer(Agent):
             broad = -losses.gaussian_nll(torch.zeros_like(rest), rest) - len(self.bit_at) * math.log(2.0)
             return torch.logaddexp(log_p + math.log1p(-weight), broad + math.log(weight))
 
-    def _log_prob(self, goals: Tensor, here: Tensor, context: Tensor, noise: float) -> Tensor:
+    def _log_prob(self, goals: Tensor, here: Tensor, context: Tensor) -> Tensor:
         """log p(goals | context): the flow's, with exact probabilities of the binary coordinates where asked for.
 
         Seen from the state, a goal is a difference, a bit one that has changed or not: both maps keep volume (and
@@ -278,18 +285,18 @@ class QHyer(Agent):
         """
         assert self.critic is not None
         relative = self.config.goal_frame == "relative"
-        rest = (goals - here if relative else goals)[..., self.rest_at]
+        if "bits" not in self.critic:
+            density = self.critic[self.config.critic]
+            return density.log_prob(goals - here if relative else goals, context)  # type: ignore[operator]
         bits = goals[..., self.bit_at] > 0.0  # in standard units the lower of two values is negative
         if relative:
             bits = bits != (here[..., self.bit_at] > 0.0)
-        if noise > 0.0:
-            rest = rest + noise * torch.randn_like(rest)
-        if "bits" not in self.critic:
-            return self.critic[self.config.critic].log_prob(rest, context)  # type: ignore[operator]
-        log_p = self.critic["bits"].log_prob(bits.float(), context)  # type: ignore[operator]
+        bits = bits.float()
+        log_p = self.critic["bits"].log_prob(bits, context)  # type: ignore[operator]
         if "flow" not in self.critic:
             return log_p
-        return log_p + self.critic["flow"].log_prob(rest, context + self.critic["given"](bits.float()))  # type: ignore[operator]
+        rest = (goals - here if relative else goals)[..., self.rest_at]
+        return log_p + self.critic["flow"].log_prob(rest, context + self.critic["given"](bits))  # type: ignore[operator]
 
     def goal_coordinates(self, goals: Tensor) -> Tensor:
         """Raw goal observations (..., d_s) -> the standardised coordinates that make the goal (..., d_g)."""
@@ -305,11 +312,12 @@ class QHyer(Agent):
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Eq. (5): maximum likelihood of hindsight goals, with noise on the goals (the denoising of Alg. 1)."""
         goals = self.goal_coordinates(batch["flow_goals"])
-        states, actions, noise = batch["flow_observations"], batch["flow_actions"], self.config.flow_noise
+        noise = self.config.flow_noise * torch.randn_like(goals)
+        goals = goals + (noise if len(self.bit_at) == 0 else noise.index_fill(-1, self.bit_at, 0.0))
         if self.config.critic != "flow":
-            loss = self._rival_loss(states, actions, goals + noise * torch.randn_like(goals))
+            loss = self._rival_loss(batch["flow_observations"], batch["flow_actions"], goals)
             return loss, {"critic/loss": loss.detach()}
-        log_p = self.log_density(states, actions, goals, noise)  # (M,)
+        log_p = self.log_density(batch["flow_observations"], batch["flow_actions"], goals)  # (M,)
         loss = -log_p.mean()
         return loss, {"critic/nll": loss.detach(), "critic/log_p_std": log_p.detach().std(correction=0)}
 
@@ -367,7 +375,7 @@ class QHyer(Agent):
 
     def _mixture(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The action head's numbers -> log-weights (..., M), means and log standard deviations (..., M, d_a)."""
-        m, d = self.config.mixtures, self.action_dim
+        m, d = self.config.mixtures, self.plan_dim
         logits, means, log_stds = numbers.float().split([m, m * d, m * d], dim=-1)
         means, log_stds = means.unflatten(-1, (m, d)), log_stds.unflatten(-1, (m, d))
         return logits, means, log_stds.clamp(*LOG_STD)
@@ -456,59 +464,62 @@ class QHyer(Agent):
         Stage 2 adds one token to stage 1's sequence, so it runs through stage 1's cache: exact, and no second
         pass over the window.
         """
-        if memory is not None and "plan" in memory and memory["plan"].shape[1]:
-            return memory["plan"][:, 0], {**memory, "plan": memory["plan"][:, 1:]}
-        past = memory if memory is not None and "observations" in memory else None
-        observations = (
-            observation[:, None] if past is None else torch.cat([past["observations"], observation[:, None]], dim=1)
-        )  # (n, T, d_s), T <= K
+        memory = memory or {}
+        if "plan" in memory and memory["plan"].shape[1]:  # what is left of a chunk, whatever is seen
+            plan = memory["plan"].clone()
+            return plan[:, 0], {**memory, "plan": plan[:, 1:]}
+        numbers, window = self._decide(observation, goal, memory)
+        after: Memory = {}
+        if self.config.action_head == "best_of_mixture":
+            row = memory["row"] if "row" in memory else first_row(observation, goal, LUCK_ROWS)
+            rows = (row[:, None] + torch.arange(self.config.candidates, device=row.device)) % LUCK_ROWS  # (n, N)
+            action = self._chosen_action(observation, goal, rows, *self._mixture(numbers))
+            after["row"] = (row + self.config.candidates) % LUCK_ROWS
+        else:
+            action = self._action(numbers).clamp(-1.0, 1.0)
+        if self.config.chunk > 1:
+            plan = action.unflatten(-1, (self.config.chunk, -1))  # (n, chunk, d_a of one)
+            action, after["plan"] = plan[:, 0], plan[:, 1:]
+        keep = self.config.context - 1
+        if keep > 0:
+            before = [memory["actions"]] if "actions" in memory else []
+            window["actions"] = torch.cat([*before, action[:, None]], dim=1)
+            after |= {key: value[:, -keep:] for key, value in window.items()}
+        return action, after or None
+
+    def _decide(self, observation: Tensor, goal: Tensor, past: Memory) -> tuple[Tensor, Memory]:
+        """The action head's numbers for the newest state, and the window (n, T, ...) with it; T <= K."""
+        before = [past["observations"]] if "observations" in past else []
+        observations = torch.cat([*before, observation[:, None]], dim=1)  # (n, T, d_s)
         steps = observations.shape[1]
         s = self.normalize(observations)
         g = self.actor_goals(goal, observations)
         current = self.tokens.state_tokens(s[:, -1:], g[:, -1:], first=steps - 1).flatten(1, 2)  # (n, 1 or 2, d)
-        if past is not None:
-            before = self.tokens(s[:, :-1], g[:, :-1], past.get("q"), past["actions"])
-            current = torch.cat([before, current], dim=1)
+        if steps > 1:
+            tokens = self.tokens(s[:, :-1], g[:, :-1], past.get("q"), past["actions"])
+            current = torch.cat([tokens, current], dim=1)
         h, cache = self.decoder(current)
         window: Memory = {"observations": observations}
         if self.q_head is not None:
             q_hat = self.q_head(h[:, -1])  # (n, 1): stage 1
             h, _ = self.decoder(self.tokens.q_token(q_hat, first=steps - 1), cache)  # stage 2: one more token
-            window["q"] = q_hat if past is None else torch.cat([past["q"], q_hat], dim=1)
-        numbers = self.action_head(h[:, -1])
-        after: Memory = {}
-        if self.config.action_head == "best_of_mixture":
-            moment = observation.new_zeros(len(observation), dtype=torch.long) if memory is None else memory["moment"]
-            action = self._chosen_action(observation, goal, moment, *self._mixture(numbers))
-            after["moment"] = (moment + 1) % MOMENTS
-        else:
-            action = self._action(numbers).clamp(-1.0, 1.0)
-        if self.config.chunk > 1:
-            plan = action.unflatten(-1, (self.config.chunk, -1))  # (n, chunk, d_a): the first now, the others blindly
-            action, after["plan"] = plan[:, 0], plan[:, 1:]
-        keep = self.config.context - 1
-        if keep > 0:
-            window["actions"] = (
-                action[:, None] if past is None else torch.cat([past["actions"], action[:, None]], dim=1)
-            )
-            after |= {key: value[:, -keep:] for key, value in window.items()}
-        return action, after or None
+            window["q"] = torch.cat([past["q"], q_hat], dim=1) if steps > 1 else q_hat
+        return self.action_head(h[:, -1]), window
 
     def acting_state(self) -> dict[str, Tensor]:
         """All but the critic, since acting reads Q-hat alone, unless the critic chooses."""
         return self.state_dict() if self.config.action_head == "best_of_mixture" else super().acting_state()
 
     def _chosen_action(
-        self, observation: Tensor, goal: Tensor, moment: Tensor, logits: Tensor, means: Tensor, log_stds: Tensor
+        self, observation: Tensor, goal: Tensor, rows: Tensor, logits: Tensor, means: Tensor, log_stds: Tensor
     ) -> Tensor:
         """Of draws from the mixture, for each state and goal one, in proportion to exp(Q / choice_temperature).
 
         Were it always the best, a hand that misses its button would come back the same way and miss again. Chance is
-        the `moment`'s (n,), the number of choices so far: an episode that is played again is the same. A Gaussian is
-        drawn from as its weight is, so that one the data never chose here is not: the critic knows nothing there.
+        in the table's `rows` (n, N), which the episode tells: played again, it is the same. A Gaussian is drawn from as
+        its weight is, so that one the data never chose here is not: the critic knows nothing there.
         """
-        noise, d = self.draws[moment], means.shape[-1]  # (n, N, d_a)
-        count = noise.shape[1]
+        noise, d, count = self.draws[rows], means.shape[-1], rows.shape[1]  # (n, N, d_a)
         share = (torch.arange(count, device=noise.device) + 0.5) / count
         heaps = logits.softmax(-1).cumsum(-1)  # (n, M)
         which = torch.searchsorted(heaps, share.expand(len(heaps), -1).contiguous()).clamp(max=heaps.shape[-1] - 1)
@@ -519,7 +530,7 @@ class QHyer(Agent):
             return x[:, None].expand(-1, count, *x.shape[1:])
 
         q = self.log_density(each(observation), actions, each(self.goal_coordinates(goal)))  # (n, N)
-        best = (q + self.luck[moment]).argmax(-1)  # Gumbel's trick: the largest is a draw from the softmax
+        best = (q + self.luck[rows]).argmax(-1)  # Gumbel's trick: the largest is a draw from the softmax of Q / T
         return actions[torch.arange(len(actions), device=actions.device), best]
 
     @torch.no_grad()

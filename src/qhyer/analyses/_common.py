@@ -13,6 +13,7 @@ from qhyer import runs
 from qhyer.agent import Agent, Batch
 from qhyer.data import goals, registry
 from qhyer.data.episodes import Episodes
+from qhyer.data.samplers import chunks
 from qhyer.errors import UserError
 from qhyer.rng import stream_seed
 
@@ -91,21 +92,22 @@ class FlowSamplerConfig:
     """What the flow alone learns from: transitions, uniform over the data, with goals geometrically far, Eq. (1)."""
 
     discount: float
+    chunk: int = 1
 
     def build(self, episodes: Episodes, generator: torch.Generator) -> FlowSampler:
-        return FlowSampler(self.discount, episodes, generator)
+        return FlowSampler(self, episodes, generator)
 
 
 class FlowSampler:
-    def __init__(self, discount: float, episodes: Episodes, generator: torch.Generator) -> None:
-        self.discount, self.episodes, self.generator = discount, episodes, generator
+    def __init__(self, config: FlowSamplerConfig, episodes: Episodes, generator: torch.Generator) -> None:
+        self.config, self.episodes, self.generator = config, episodes, generator
 
     def sample(self, batch_size: int) -> Batch:
         data = self.episodes
         rows = data.transitions[goals.random_index(self.generator, (batch_size,), data.num_transitions)]  # (B,)
-        ahead = goals.geometric_future(self.generator, data, rows, self.discount)
+        ahead = goals.geometric_future(self.generator, data, rows, self.config.discount)
         return {
             "flow_observations": data.observations[rows],  # (B, d_s)
-            "flow_actions": data.actions[rows],  # (B, d_a)
+            "flow_actions": chunks(data, rows, self.config.chunk),  # (B, chunk * d_a)
             "flow_goals": data.observations[ahead],  # (B, d_s)
         }

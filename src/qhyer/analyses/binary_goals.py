@@ -55,6 +55,8 @@ def run(run: Path, *, device: str = "cpu", data: Path | None = None) -> Path:
     agent, step = load_critic(run, device)
     if agent.config.critic == "contrastive":
         raise UserError("a contrastive critic gives a ratio of probabilities, not a probability")
+    if agent.config.goal_part:
+        raise UserError("the run's critic sees a part of the goal only (goal_part); this analysis is of whole goals")
     episodes, about = load_episodes(run, agent, data, device)
     binary, dim = episodes.spec().goal_binary, len(episodes.goal_indices)
     if not binary or not all(binary):

@@ -143,7 +143,7 @@ def train_critic(episodes: Episodes, seed: int, steps: int, quiet: bool = True) 
         "critic",
         steps,
         BATCH,
-        _common.FlowSamplerConfig(agent.config.discount),
+        _common.FlowSamplerConfig(agent.config.discount, agent.config.chunk),
         agent.critic_loss,
         agent.optimizers[-1:],  # the critic's
         grad_clip=agent.config.grad_clip,

@@ -76,7 +76,7 @@ def action_ranking(agent: Any, episodes: Episodes, discount: float, source: torc
     reached = goals.geometric_future(source, episodes, rows, discount)
     states, target = episodes.observations[rows], episodes.observations[reached]
     taken = log_density(agent, states, chunks(episodes, rows, agent.config.chunk), target)
-    uniform = 2.0 * goals.uniform(source, (PAIRS, agent.action_dim)).float() - 1.0
+    uniform = 2.0 * goals.uniform(source, (PAIRS, agent.plan_dim)).float() - 1.0
     elsewhere = episodes.transitions[goals.random_index(source, (PAIRS,), episodes.num_transitions)]
     result: dict[str, Any] = {"pairs": PAIRS}
     for name, actions in (("random", uniform), ("other", chunks(episodes, elsewhere, agent.config.chunk))):

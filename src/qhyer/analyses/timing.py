@@ -36,6 +36,7 @@ from qhyer.bench.train import BLOCK, WARMUP, Training, launch, time_updates
 from qhyer.config import replace
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
+from qhyer.data.samplers import chunks
 from qhyer.errors import UserError, require
 from qhyer.progress import Progress
 from qhyer.rng import stream_seed
@@ -95,7 +96,7 @@ def stages(agent: Any, batch: int) -> dict[str, Stage]:
         bc, regression, metrics = agent.actor_loss(drawn)
         return config.weight_bc * bc + config.weight_q * regression, metrics
 
-    flow = _common.FlowSamplerConfig(config.discount)
+    flow = _common.FlowSamplerConfig(config.discount, config.chunk)
     return {
         "flow_train": Stage("flow", 1, batch, flow, agent.critic_loss, (critic,), grad_clip=config.grad_clip),
         "actor_train": Stage("actor", 1, batch, windows, actor_loss, (actor,), grad_clip=config.grad_clip),
@@ -154,11 +155,11 @@ def measure(
     common.release(device)
     generator = torch.Generator().manual_seed(0)
     rows = episodes.transitions[torch.randint(episodes.num_transitions, (batch,), generator=generator).to(device)]
-    states, actions = episodes.observations[rows], episodes.actions[rows]
+    states, actions = episodes.observations[rows], chunks(episodes, rows, agent.config.chunk)
     goals = states.roll(1, 0)
     target = agent.goal_coordinates(goals)
     with torch.no_grad(), mixed():
-        memory = full_memory(agent, states, goals, int(agent.config.context))
+        memory = full_memory(agent, states, goals)
 
         def infer_q(size: int = batch) -> Tensor:
             return agent.log_density(states[:size], actions[:size], target[:size])

@@ -66,10 +66,10 @@ class Recompute(nn.Module):
         return self.decoder(x)[0], x  # the tokens themselves are the cache
 
 
-def full_memory(agent: Agent, observation: Tensor, goal: Tensor, steps: int) -> Memory | None:
-    """What the agent remembers once its window is full."""
+def full_memory(agent: Agent, observation: Tensor, goal: Tensor) -> Memory | None:
+    """What the agent remembers once its window is full, and, where it plans several actions, when a plan is over."""
     memory: Memory | None = None
-    for _ in range(steps):
+    for _ in range(int(getattr(agent.config, "context", 1)) - 1 + int(getattr(agent.config, "chunk", 1))):
         _, memory = agent.act(observation, goal, memory)
     return memory
 
@@ -87,7 +87,7 @@ def measure_acting(agent: Agent, batch: int, seconds: float, ceilings: Ceilings)
     observation = torch.randn(shape, generator=generator).to(device)
     goal = torch.randn(shape, generator=generator).to(device)
     common.reset_peak(device)
-    memory = full_memory(agent, observation, goal, int(getattr(agent.config, "context", 1)))
+    memory = full_memory(agent, observation, goal)
 
     def act() -> Tensor:
         return agent.act(observation, goal, memory)[0]
