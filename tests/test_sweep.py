@@ -17,6 +17,7 @@ import pytest
 
 from qhyer import checkpoint, cli, manifest, sweep
 from qhyer import train as training
+from qhyer.config import chosen
 from qhyer.data import registry
 from qhyer.data.generate import generate
 from qhyer.errors import UserError
@@ -258,6 +259,23 @@ def test_processes_make_the_same_runs(tiny, capsys):
     assert call("sweep", tiny) == 0
     for one, other in zip(alone, many):
         assert one.folder != other.folder and contents(one.folder) == contents(other.folder)
+
+
+def test_options_that_come_later_leave_names_alone_and_changed_defaults_are_seen(tiny):
+    """A name is made of what was chosen; a run whose other options were not today's is not taken for finished."""
+    cell = manifest.read(tiny)[0]
+    options = chosen(cell.config)
+    assert options and all(getattr(type(cell.config)(), name) != getattr(cell.config, name) for name in options)
+    assert call("sweep", tiny) == 0 and sweep.status(cell).finished
+    path = cell.folder / "run.json"
+    about = json.loads(path.read_text())
+    default = next(name for name in about["config"] if name not in options)
+    before = about["config"].pop(default)  # as if it came later
+    path.write_text(json.dumps(about))
+    assert sweep.status(cell).text == "finished"
+    about["config"][default] = "other"
+    path.write_text(json.dumps(about))
+    assert sweep.status(cell).text == f"made with another {default}" and before != "other"
 
 
 def test_an_unfinished_run_goes_on(tiny, capsys, monkeypatch):

@@ -58,6 +58,12 @@ def replace(config: T, overrides: Mapping[str, Any]) -> T:
     return dataclasses.replace(config, **overrides)  # type: ignore[type-var]
 
 
+def chosen(config: Any) -> dict[str, Any]:
+    """What differs from the class's defaults: a name made of it stays the same when the class gains an option."""
+    usual = to_dict(type(config)())
+    return {name: value for name, value in to_dict(config).items() if value != usual[name]}
+
+
 def fingerprint(values: Any, length: int = 8) -> str:
     """A short hash of JSON values: equal configurations, equal names."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))

@@ -45,7 +45,7 @@ from typing import Any
 
 from qhyer import agents, presets
 from qhyer.agent import AgentConfig
-from qhyer.config import fingerprint, replace, to_dict
+from qhyer.config import chosen, fingerprint, replace
 from qhyer.data import registry
 from qhyer.errors import UserError, did_you_mean
 from qhyer.evaluate import EvalConfig
@@ -84,7 +84,7 @@ class Cell:
     @property
     def name(self) -> str:
         """DATASET/AGENT-PRESET[-VARIANT]-sSEED-HASH: another configuration, another folder."""
-        parts = [to_dict(self.config), self.train.precision, self.goal]
+        parts = [chosen(self.config), self.train.precision, self.goal]
         words = [self.agent, self.preset, re.sub(r"[^\w.]+", "-", self.variant).strip("-"), f"s{self.seed}"]
         return f"{self.dataset_name}/{'-'.join(filter(None, words))}-{fingerprint(parts)}"
 

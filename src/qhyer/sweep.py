@@ -165,15 +165,19 @@ class Status:
 
 def status(cell: Cell) -> Status:
     from qhyer import checkpoint, runs
+    from qhyer.config import to_dict
     from qhyer.errors import CorruptFile
     from qhyer.evaluate import plan
     from qhyer.records import mean_return, normalised, read_rows
-    from qhyer.train import is_finished
+    from qhyer.train import as_today, is_finished
 
     steps = checkpoint.steps(cell.folder / "checkpoints")
     if not steps or not (cell.folder / "run.json").is_file():
         return Status("new")
     try:
+        then, now = as_today(cell.agent, runs.read(cell.folder)["config"]), to_dict(cell.config)
+        if changed := [name for name, value in now.items() if then.get(name) != value]:
+            return Status(f"made with another {', '.join(changed)}")  # a default that has changed since
         if not is_finished(cell.folder, cell.config):
             return Status(f"unfinished, at update {steps[-1]}")
         if cell.eval is None:

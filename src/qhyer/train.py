@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from qhyer import agents, checkpoint, distributed, runs
 from qhyer.agent import Agent, AgentConfig, Sampler, Stage
-from qhyer.config import fingerprint, to_dict
+from qhyer.config import chosen, fingerprint, to_dict
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
 from qhyer.errors import UserError, require
@@ -86,7 +86,7 @@ class NonFinite(UserError):
 
 def default_run_dir(agent: str, preset: str, episodes: Episodes, config: AgentConfig, train: TrainConfig) -> Path:
     """runs/DATASET/AGENT-PRESET-sSEED-HASH: another configuration or other data, another folder."""
-    parts = [to_dict(config), train.precision, episodes.fingerprint, list(episodes.goal_indices)]
+    parts = [chosen(config), train.precision, episodes.fingerprint, list(episodes.goal_indices)]
     return Path("runs") / episodes.name / f"{agent}-{preset}-s{train.seed}-{fingerprint(parts)}"
 
 
@@ -367,13 +367,18 @@ class _Board:
             self.values.pop(seed, None)
 
 
+def as_today(agent: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as some version wrote it, with today's defaults for the options that came later."""
+    return {**to_dict(agents.load(agent).Config()), **config}
+
+
 def _check_same_run(run: Path, info: dict[str, Any]) -> None:
     """A run that is there already must be the one asked for: same agent, configuration, data, precision, device."""
     before = runs.read(run)
     kinds = [str(run_info["hardware"]).partition(" CPU")[1] for run_info in (before, info)]
     pairs: list[tuple[str, Any, Any]] = [(key, before.get(key), info[key]) for key in ("agent", "dataset", "seed")]
-    usual = to_dict(agents.load(info["agent"]).Config())  # an option that came later was not used then
-    pairs += [(f"config.{k}", before["config"].get(k, usual.get(k)), value) for k, value in info["config"].items()]
+    then = as_today(info["agent"], before["config"])
+    pairs += [(f"config.{key}", then.get(key), value) for key, value in info["config"].items()]
     pairs += [
         ("goal coordinates", before["spec"]["goal_indices"], info["spec"]["goal_indices"]),
         ("precision", before["train"]["precision"], info["train"]["precision"]),

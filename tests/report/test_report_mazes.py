@@ -158,7 +158,7 @@ def test_equal_means_are_no_order_and_one_seed_is_named(add, made):
 def test_the_committed_runs_are_cells_of_the_manifest():
     """With the configurations that it and the presets have today; the final checkpoint, 50 episodes of the one task.
 
-    A name ends with a digest of all options, which changes when an agent gains one: the rest of it must be the same.
+    A name ends with a digest of options, which was once of all of them, defaults too: the rest of it must be the same.
     """
     listed = list(manifest.read(ROOT / "docs/examples/maze2d.toml"))
     cells = {cell.name.rpartition("-")[0]: cell for cell in listed}
