@@ -117,6 +117,17 @@ def test_settings_of_one_agent_are_told_apart(add, made):
     assert "| DT, small |" in text and "| DT, paper |" in text
 
 
+def test_a_variant_has_no_published_number_and_does_not_stand_for_its_agent(add, made):
+    add("dt", "umaze", 0, 10)
+    add("lsdt", "umaze", 0, 20)
+    add("qhyer", "umaze", 0, 15)
+    add("qhyer", "umaze", 0, 40, variant="no-q")
+    text = made()
+    plain, varied = (line for line in text.splitlines() if line.startswith("| QHyer"))
+    assert "118.5" in plain and "118.5" not in varied and "no-q" in varied and "40 (1)" in varied
+    assert "does not hold on umaze (DT 10, QHyer 15, LSDT 20" in order(text)
+
+
 def test_backbones_have_a_table_of_their_own(add, made):
     add("dt", "umaze", 0, 50)
     for agent, score in (("dt", 10), ("lsdt", 20), ("hdt", 30)):

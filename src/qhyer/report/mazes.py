@@ -72,8 +72,9 @@ class Scores:
         return self._groups[line.dataset, line.agent, line.preset, line.variant]
 
     def best(self, dataset: str, agent: str) -> Comparison | None:
-        """An agent's best setting; mostly it has one."""
-        return max(self.run(dataset, agent), key=lambda line: line.ours, default=None)
+        """An agent's best setting; mostly it has one. A variant stands for it only where nothing else was run."""
+        run = self.run(dataset, agent)
+        return max([line for line in run if not line.variant] or run, key=lambda line: line.ours, default=None)
 
     def table(self, caption: str, agents: Sequence[str], published: bool) -> Part:
         """A line for each setting of an agent: the first agent's, then the others' by our score on the first maze."""
@@ -93,10 +94,12 @@ class Scores:
     def _cells(self, agent: str, setting: str, published: bool) -> list[str]:
         cells = [f"{_name(agent)}, {setting}" if len(self.settings(agent)) > 1 else _name(agent)]
         run: list[Comparison] = []
-        for dataset in self.datasets:
+        found = [self.of_setting(dataset, agent, setting) for dataset in self.datasets]
+        varied = len(self.settings(agent)) > 1 and any(line.variant for line in found if line)  # nobody published it
+        for dataset, ours in zip(self.datasets, found):
             if published:
-                cells += [published_text(line) for line in of_agent(self.lines, dataset, agent)[:1]] or [""]
-            ours = self.of_setting(dataset, agent, setting)
+                theirs = [published_text(line) for line in of_agent(self.lines, dataset, agent)[:1]]
+                cells += [""] if varied or not theirs else theirs
             cells.append(f"{mean_text(ours)} ({ours.seeds})" if ours else NOT_RUN)
             run += [ours] if ours else []
         for texts in (map(budget_text, run), (self.group(line).parameters for line in run)):
