@@ -168,10 +168,16 @@ def test_workers_end_with_the_one_who_asks():
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
-def test_a_dead_worker_is_an_error_and_not_a_wait(straight):
+@pytest.mark.parametrize("gone", [False, True], ids=["dying", "gone"])
+def test_a_dead_worker_is_an_error_and_not_a_wait(gone, straight):
+    """Whether its pipe is still open when it is asked, or closed already."""
     with Workers(MAZE, 2) as pool, pytest.raises(RuntimeError, match="died"):
         pool.about()
         pool.process.kill()  # the first of the two; the other lives on until its pipe closes
+        if gone:
+            pool.process.wait()
+            for connection in pool.connections:
+                connection.poll(5)  # readable: its end is closed
         evaluate(straight, MAZE, FEW, workers=pool)
 
 

@@ -121,7 +121,8 @@ class _Shard:
             mine = np.flatnonzero(np.isin(self.active, part))
             if len(mine):
                 self.asked.append(connection)
-                connection.send((kind, self.slot, values[mine[0] : mine[-1] + 1]))
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: reading from it says so
+                    connection.send((kind, self.slot, values[mine[0] : mine[-1] + 1]))
 
     def collect(self, connection: Any, answer: Any) -> bool:
         """True when all parts have answered."""
