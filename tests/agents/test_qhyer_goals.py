@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from qhyer import losses, runs
-from qhyer.agents.qhyer import LUCK_ROWS
+from qhyer.agents.qhyer import LUCK_ROWS, QHyerConfig
+from qhyer.config import from_dict
 from qhyer.data.episodes import Episodes
 from qhyer.errors import UserError
 from qhyer.nn.chance import first_row
@@ -195,3 +196,10 @@ def test_a_part_of_the_goal_may_be_named_in_any_order(lamps, tiny_config, shake)
     flow = agent.critic["flow"].log_prob(moved, context + agent.critic["given"](changed))
     expected = agent.critic["bits"].log_prob(changed, context) + flow
     torch.testing.assert_close(agent.log_density(state, action, agent.goal_coordinates(goal)), expected)
+
+
+def test_a_run_that_chose_by_an_older_rule_says_so():
+    config = {"prior_weight": 0.3, "width": 32}
+    assert from_dict(QHyerConfig, config).width == 32  # it did not use it
+    with pytest.raises(UserError, match="train it again"):
+        from_dict(QHyerConfig, {**config, "action_head": "best_of_mixture"})

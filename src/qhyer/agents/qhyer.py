@@ -130,13 +130,16 @@ class QHyerConfig(AgentConfig):
     """how freely (best_of_mixture): a draw is chosen in proportion to exp(Q / this); 0: the one with the highest Q"""
     chunk: int = 1
     """beyond the paper: actions predicted, judged by the critic and carried out at a time (with context 1). One action
-    of a hand that moves for 30 steps says little of where it is going, and to choose anew at every step is to dither"""
+    of a hand that moves for 30 steps says little of where it is going; chosen anew at every step, it may dither"""
 
     @staticmethod
     def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
         """A configuration written by an earlier version, with what it has no more and did not use left out."""
-        unused = {"prior_weight"} if values.get("action_head") != "best_of_mixture" else set()
-        return {name: value for name, value in values.items() if name not in unused}
+        require(
+            "prior_weight" not in values or values.get("action_head") != "best_of_mixture",
+            "this run is of a version whose best_of_mixture chose by prior_weight, which is gone: train it again",
+        )
+        return {name: value for name, value in values.items() if name != "prior_weight"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
