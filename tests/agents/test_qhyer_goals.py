@@ -126,7 +126,7 @@ def test_where_two_ways_lead_to_the_goal_a_mixture_takes_one(head, tiny_config):
         assert ((action.abs() - 0.8).abs() < 0.25).float().mean() > 0.9
 
 
-@pytest.mark.parametrize("head", ["gaussian", "mixture", "best_of_mixture", "mean_of_mixture"])
+@pytest.mark.parametrize("head", ["gaussian", "mixture", "best_of_mixture"])
 def test_a_chunk_is_carried_out_before_the_next_is_chosen(head, lamps, tiny_config, shake):
     """Three actions from the first state, whatever is seen on the way; then three from the state of that moment."""
     options = dict(context=1, chunk=3, action_head=head, conditioning="flow")
@@ -140,7 +140,7 @@ def test_a_chunk_is_carried_out_before_the_next_is_chosen(head, lamps, tiny_conf
         taken.append(action)
     assert memory is not None and memory["plan"].shape == (2, 0, 1)  # the second plan has been carried out, too
     for first in (0, 3):
-        memory = None if first == 0 or not agent.config.asks_critic else {"row": begun + agent.config.candidates}
+        memory = None if first == 0 or head != "best_of_mixture" else {"row": begun + agent.config.candidates}
         for step in range(3):  # again, blind after the first look
             action, memory = agent.act(seen[first] if step == 0 else torch.full_like(seen[0], 9.0), goal, memory)
             assert torch.equal(action, taken[first + step])
@@ -169,17 +169,6 @@ def test_a_choice_is_in_proportion_to_what_the_critic_says_of_it(lamps, tiny_con
         else:
             expected = 1000 * (q[0] / temperature).softmax(-1)
             assert float(((counts - expected).square() / expected).sum()) < 11.3  # chi-square, 3 degrees: 1 %
-
-
-def test_the_mean_of_draws_is_weighed_by_what_the_critic_says_of_them(lamps, tiny_config, shake):
-    options = dict(context=1, action_head="mean_of_mixture", conditioning="flow", candidates=4, mixtures=2)
-    state, goal, q = lamps.observations[[7]], lamps.observations[[30]], torch.tensor([[0.0, 0.5, 1.0, 0.3]])
-    draws, zeros = torch.tensor([-0.9, -0.3, 0.3, 0.9]), torch.zeros(1, 2, 1)
-    for temperature, expected in ((0.5, float((draws * (q[0] / 0.5).softmax(-1)).sum())), (0.0, 0.3)):
-        agent = agent_of(lamps, tiny_config, shake, choice_temperature=temperature, **options).eval()
-        agent.log_density, agent.draws = (lambda *_: q), draws[:, None]
-        action = agent._chosen_action(state, goal, torch.arange(4)[None], zeros[..., 0], zeros, zeros)
-        assert float(action) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("defence", [0.0, 0.1])

@@ -119,16 +119,15 @@ class QHyerConfig(AgentConfig):
     goal_part: tuple[int, ...] = ()
     """beyond the paper: of the dataset's goal coordinates the ones that critic and decoder see, by position from 0; all
     when empty. (With goal_input observation the decoder sees everything; stitch_cell always looks at all)"""
-    action_head: Literal["gaussian", "mixture", "best_of_mixture", "mean_of_mixture"] = "gaussian"
+    action_head: Literal["gaussian", "mixture", "best_of_mixture"] = "gaussian"
     """one Gaussian of fixed width (OGBench's); beyond the paper a mixture: the likeliest of it acts, or a draw
-    that the critic chooses, or the mean of draws as the critic weighs them. Where several ways lead to a goal, one
-    Gaussian takes their mean: perhaps none; where the data's hand trembles, a draw does, too"""
+    that the critic chooses. Where several ways lead to a goal, one Gaussian takes their mean: perhaps none"""
     mixtures: int = 8
     """Gaussians of the mixture"""
     candidates: int = 64
-    """draws from the mixture between which the critic chooses, or which it weighs (best_of_, mean_of_mixture)"""
+    """draws from the mixture between which the critic chooses (best_of_mixture)"""
     choice_temperature: float = 0.2
-    """how freely: a draw is chosen, or weighed, in proportion to exp(Q / this); 0: the one with the highest Q"""
+    """how freely (best_of_mixture): a draw is chosen in proportion to exp(Q / this); 0: the one with the highest Q"""
     chunk: int = 1
     """beyond the paper: actions predicted, judged by the critic and carried out at a time (with context 1). One action
     of a hand that moves for 30 steps says little of where it is going; chosen anew at every step, it may dither"""
@@ -141,11 +140,6 @@ class QHyerConfig(AgentConfig):
             "this run is of a version whose best_of_mixture chose by prior_weight, which is gone: train it again",
         )
         return {name: value for name, value in values.items() if name != "prior_weight"}
-
-    @property
-    def asks_critic(self) -> bool:
-        """Whether acting needs the critic."""
-        return self.action_head in ("best_of_mixture", "mean_of_mixture")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,8 +182,8 @@ class QHyerConfig(AgentConfig):
             "several actions at a time (chunk) go with one step of context: write context 1",
         )
         require(
-            not self.asks_critic or self.conditioning == "flow",
-            f"{self.action_head} asks the critic, and there is one only with conditioning flow",
+            self.action_head != "best_of_mixture" or self.conditioning == "flow",
+            "best_of_mixture asks the critic, and there is one only with conditioning flow",
         )
         require(
             self.conditioning != "rtg" or self.stitch_rate == 0.0,
@@ -241,7 +235,7 @@ class QHyer(Agent):
         self.decoder = HybridDecoder(d, config.layers, config.heads, config.dropout, config.backbone, config.state_size)
         self.q_head = nn.Linear(d, 1) if config.conditioning != "none" else None
         mixture = config.action_head != "gaussian"
-        if config.asks_critic:
+        if config.action_head == "best_of_mixture":
             source = torch.Generator().manual_seed(0)
             self.register_buffer("draws", torch.randn(LUCK_ROWS, self.plan_dim, generator=source), persistent=False)
             gumbel = -torch.empty(LUCK_ROWS).exponential_(generator=source).log()
@@ -479,7 +473,7 @@ class QHyer(Agent):
             return plan[:, 0], {**memory, "plan": plan[:, 1:]}
         numbers, window = self._decide(observation, goal, memory)
         after: Memory = {}
-        if self.config.asks_critic:
+        if self.config.action_head == "best_of_mixture":
             row = memory["row"] if "row" in memory else first_row(observation, goal, LUCK_ROWS)
             rows = (row[:, None] + torch.arange(self.config.candidates, device=row.device)) % LUCK_ROWS  # (n, N)
             action = self._chosen_action(observation, goal, rows, *self._mixture(numbers))
@@ -517,13 +511,12 @@ class QHyer(Agent):
 
     def acting_state(self) -> dict[str, Tensor]:
         """All but the critic, since acting reads Q-hat alone, unless the critic chooses."""
-        return self.state_dict() if self.config.asks_critic else super().acting_state()
+        return self.state_dict() if self.config.action_head == "best_of_mixture" else super().acting_state()
 
     def _chosen_action(
         self, observation: Tensor, goal: Tensor, rows: Tensor, logits: Tensor, means: Tensor, log_stds: Tensor
     ) -> Tensor:
-        """Of draws from the mixture, for each state and goal one, in proportion to exp(Q / choice_temperature); or
-        (mean_of_mixture) the mean of them all, weighed so.
+        """Of draws from the mixture, for each state and goal one, in proportion to exp(Q / choice_temperature).
 
         Were it always the best, a hand that misses its button would come back the same way and miss again. Chance is
         in the table's `rows` (n, N), which the episode tells: played again, it is the same. A Gaussian is drawn from as
@@ -540,9 +533,6 @@ class QHyer(Agent):
             return x[:, None].expand(-1, count, *x.shape[1:])
 
         q = self.log_density(each(observation), actions, each(self.goal_coordinates(goal)))  # (n, N)
-        if self.config.action_head == "mean_of_mixture" and self.config.choice_temperature > 0.0:
-            weights = (q / self.config.choice_temperature).softmax(-1)
-            return (weights[..., None] * actions).sum(1)
         best = (q + self.luck[rows]).argmax(-1)  # Gumbel's trick: the largest is a draw from the softmax of Q / T
         return actions[torch.arange(len(actions), device=actions.device), best]
 
