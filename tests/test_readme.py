@@ -1,0 +1,67 @@
+"""README's results are those of the records: rows in results/, models in models/."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean, stdev
+
+import pytest
+
+from qhyer import models
+from qhyer.records import read_rows
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def of_summary(suite: str, column: str) -> dict[tuple[str, ...], list[float]]:
+    """(dataset, agent, preset, variant) -> a number for each seed."""
+    found: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    with open(ROOT / "results" / suite / "summary.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            found[row["dataset"], row["agent"], row["preset"], row.get("variant", "")].append(float(row[column]))
+    return found
+
+
+def text(values: list[float]) -> str:
+    return f"{mean(values):.1f} ± {stdev(values):.1f}"
+
+
+def line_of(name: str) -> list[str]:
+    (line,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", README, re.M)
+    return [cell.strip() for cell in line.split("|")]
+
+
+OURS = {
+    key[0].removesuffix("-v0"): v
+    for key, v in of_summary("ogbench", "success").items()
+    if key[1:3] == ("qhyer", "best")
+}
+
+
+@pytest.mark.parametrize("dataset", sorted(OURS))
+def test_ogbench_rows(dataset):
+    seeds, ours, paper, *_ = line_of(dataset)
+    assert int(seeds) == len(OURS[dataset])
+    assert ours.strip("*") == text(OURS[dataset])
+    assert ours.startswith("**") == (mean(OURS[dataset]) > float(paper.split()[0]))  # bold: above the paper's
+
+
+def test_maze2d_rows():
+    scores = of_summary("mazes", "score")
+    for maze in ("umaze", "medium"):
+        kinds = [("dt", ""), ("lsdt", ""), ("qhyer", ""), ("qhyer", "no-q")]
+        found = [scores[f"maze2d-{maze}-v1", agent, "paper", variant] for agent, variant in kinds]
+        assert [cell.strip("*") for cell in line_of(maze)] == [text(values) for values in found]
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in (ROOT / "models").glob("*/model.json")))
+def test_released_models_carry_the_scores_of_their_run(name):
+    about = models.read(ROOT / "models" / name)
+    run = ROOT / "results" / "ogbench" / name / f"{about['agent']}-{about['preset']}" / f"s{about['seed']}"
+    assert about["scores"] == models.scores(read_rows(run / "episodes.csv"), about["updates"])
+    assert f"qhyer eval --model {name}" in README
+    assert f"the run it was rounded from: {100 * about['scores']['mean']:.1f} %" in README
