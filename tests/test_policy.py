@@ -112,15 +112,19 @@ def test_a_memory_without_end_is_not_captured_without_end(tiny_agent):
     assert torch.equal(last, list(walk(agent.act, 1, steps, 1))[-1])
 
 
+PLANS = dict(context=1, chunk=3, action_head="best_of_mixture", conditioning="flow")
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("options, graphs", [({}, None), (PLANS, 4)], ids=["windows", "plans"])
 @torch.no_grad()
-def test_graphs_act_as_without(tiny_agent, shake):
-    agent = tiny_agent("qhyer").eval()
+def test_graphs_act_as_without(options, graphs, tiny_agent, shake):
+    agent = tiny_agent("qhyer", **options).eval()
     shake(agent)
     agent.cuda()
     policy = GraphedPolicy(agent)
     policy.prepare(3)
-    assert len(policy.graphs) == agent.config.context
+    assert len(policy.graphs) == (graphs or agent.config.context)
     cuda = lambda act: lambda observation, goal, memory: act(observation.cuda(), goal.cuda(), memory)
     together = list(zip(walk(cuda(policy), 1, 9), walk(cuda(policy), 2, 9)))
     apart = list(zip(walk(cuda(agent.act), 1, 9), walk(cuda(agent.act), 2, 9)))
