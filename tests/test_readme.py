@@ -27,7 +27,7 @@ def of_summary(suite: str, column: str) -> dict[tuple[str, ...], list[float]]:
 
 
 def text(values: list[float]) -> str:
-    return f"{mean(values):.1f} ± {stdev(values):.1f}"
+    return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
 
 
 def line_of(name: str) -> list[str]:
