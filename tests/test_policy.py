@@ -124,7 +124,7 @@ def test_graphs_act_as_without(options, graphs, tiny_agent, shake):
     agent.cuda()
     policy = GraphedPolicy(agent)
     policy.prepare(3)
-    assert len(policy.graphs) == (graphs or agent.config.context)
+    assert len(policy.graphs) == (graphs or agent.config.context)  # plans: at first, with two, one and none left
     cuda = lambda act: lambda observation, goal, memory: act(observation.cuda(), goal.cuda(), memory)
     together = list(zip(walk(cuda(policy), 1, 9), walk(cuda(policy), 2, 9)))
     apart = list(zip(walk(cuda(agent.act), 1, 9), walk(cuda(agent.act), 2, 9)))

@@ -141,6 +141,22 @@ def test_converted_mazes_get_their_row(name):
     assert (config.steps, config.context, config.batch_size) == (100_000, 10, 256)
 
 
+@pytest.mark.parametrize(
+    "name, chunk, head",
+    [
+        ("cube-double-play-v0", 5, "best_of_mixture"),
+        ("cube-double-noisy-v0", 1, "gaussian"),
+        ("scene-play-v0", 5, "best_of_mixture"),
+        ("scene-noisy-v0", 1, "gaussian"),
+        ("puzzle-3x3-play-v0", 5, "best_of_mixture"),
+        ("puzzle-4x4-noisy-v0", 1, "best_of_mixture"),
+    ],
+)
+def test_best_acts_one_step_at_a_time_on_noisy_data(name, chunk, head):
+    config, _ = presets.resolve("qhyer", "best", name)
+    assert (config.chunk, config.action_head) == (chunk, head)
+
+
 @pytest.mark.parametrize("name", [name for name in registry.DATASETS if name.endswith(("-play-v0", "-noisy-v0"))])
 def test_best_builds_an_agent_of_every_manipulation_dataset(name):
     """Its parts of goals are there, and nothing in it contradicts another."""

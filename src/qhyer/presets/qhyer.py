@@ -176,7 +176,7 @@ BEST = [
         dict(context=1, flow_batch=4.0, goal_input="coordinates"),
     ),
     Rule("cube-double-*", MEASURED.format("cube-double-play"), SEVERAL_WAYS),
-    # A hand that trembles (the noise of its gripper is as large as its range): the mean of what it does, at every step.
+    # A hand that trembles (its gripper's noise: up to σ = 1 on [-1, 1]): the mean of what it does, at every step.
     Rule(
         "cube-double-noisy-*",
         "one run of 12,000 updates, 10 episodes a task, the best of eight settings: docs/ogbench.md",
