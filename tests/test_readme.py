@@ -72,3 +72,21 @@ def test_released_models_carry_the_scores_of_their_run(name):
     rounded = models.scores(read_rows(ROOT / "results" / "models" / name / "episodes.csv"), about["updates"])
     (line,) = re.findall(rf"^qhyer eval --model {name} +# (.*)$", README, re.M)
     assert line == f"{100 * rounded['mean']:.1f} %; the run it was rounded from: {100 * about['scores']['mean']:.1f} %"
+
+
+TABLES = sorted((ROOT / "results" / "ablations").glob("*.csv"))
+
+
+@pytest.mark.parametrize("table", TABLES, ids=[path.stem for path in TABLES])
+def test_ablations_are_those_of_their_rows(table):
+    page = (ROOT / "docs" / "ablations.md").read_text(encoding="utf-8")
+    with open(table, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) >= 3
+    for row in rows:
+        full = row["variant"] in ("flow", "expectile", "expectile=0.9")  # the preset itself, whose runs have no name
+        name = "" if full else "-" + row["variant"].replace("=", "-")
+        runs = (ROOT / "results" / "ablations" / row["dataset"].removesuffix("-v0")).glob(f"qhyer-demo{name}-s[01]-*")
+        each = [100 * mean(episode.success for episode in read_rows(run / "episodes.csv")) for run in runs]
+        assert len(each) == int(row["seeds"]) and mean(each) == pytest.approx(float(row["mean"]))
+        assert f"| {row['variant']} | {text(each)} |" in page
