@@ -167,24 +167,25 @@ SEVERAL_WAYS = dict(
     flow_blocks=6,
     flow_channels=256,
 )
+# Where the data's hand trembles (its gripper's noise: up to σ = 1 on [-1, 1]): the mean of what it does, at every step.
+ONE_MEAN = dict(chunk=1, action_head="gaussian")
 MEASURED = "measured here on {}: docs/ogbench.md"
 BEST = [
     *FAST,
     Rule(
         "cube-single-*",
-        "measured here on cube-single-play: docs/ogbench.md",
+        MEASURED.format("cube-single-play"),
         dict(context=1, flow_batch=4.0, goal_input="coordinates"),
     ),
     Rule("cube-double-*", MEASURED.format("cube-double-play"), SEVERAL_WAYS),
-    # A hand that trembles (its gripper's noise: up to σ = 1 on [-1, 1]): the mean of what it does, at every step.
     Rule(
         "cube-double-noisy-*",
         "one run of 12,000 updates, 10 episodes a task, the best of eight settings: docs/ogbench.md",
-        dict(chunk=1, action_head="gaussian"),
+        ONE_MEAN,
     ),
     # Of scene's thirteen goal coordinates success looks at seven: neither the cube's turn nor any speed.
     Rule("scene-*", MEASURED.format("scene-play"), {**SEVERAL_WAYS, "goal_part": (0, 1, 2, 7, 8, 9, 11)}),
-    Rule("scene-noisy-*", "not measured; as on cube-double-noisy", dict(chunk=1, action_head="gaussian")),
+    Rule("scene-noisy-*", "not measured; as on cube-double-noisy", ONE_MEAN),
     Rule(
         "puzzle-*",
         MEASURED.format("puzzle-3x3-play and puzzle-4x4-play (one seed)"),
