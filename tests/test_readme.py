@@ -10,7 +10,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from qhyer import models
+from qhyer import ablate, models
 from qhyer.records import read_rows
 
 ROOT = Path(__file__).parents[1]
@@ -74,7 +74,24 @@ def test_released_models_carry_the_scores_of_their_run(name):
     assert line == f"{100 * rounded['mean']:.1f} %; the run it was rounded from: {100 * about['scores']['mean']:.1f} %"
 
 
+def test_expectile_rows():
+    """τ on cube-single: the tables of `qhyer ablate`, and beside play data the variant without a Q."""
+
+    def table(name: str, kind: str) -> dict[str, str]:
+        with open(ROOT / "results" / "ablations" / f"{name}-cube-single-{kind}-v0-fast.csv", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if int(row["seeds"])]
+        return {row["variant"]: f"{float(row['mean']):.1f} ± {float(row['std']):.1f}" for row in rows}
+
+    taus = [f"expectile={tau}" for tau in (0.5, 0.7, 0.9, 0.95, 0.99)]
+    for kind, tau in (("play", 0.99), ("noisy", 0.95)):
+        found = table("expectile", kind)
+        none = table("q-estimator", "play")["none"] if kind == "play" else ""
+        cells = [cell.strip("*") for cell in line_of(f"{kind} (the paper's τ: {tau})")]
+        assert cells == [*(found.get(variant, "") for variant in taus), none]
+
+
 TABLES = sorted((ROOT / "results" / "ablations").glob("*.csv"))
+PRECISION = {"fast": "bf16", "demo": "fp32"}  # on a GPU, on a CPU
 
 
 def test_there_are_ablations():
@@ -82,15 +99,25 @@ def test_there_are_ablations():
 
 
 @pytest.mark.parametrize("table", TABLES, ids=[path.stem for path in TABLES])
-def test_ablations_are_those_of_their_rows(table):
-    page = (ROOT / "docs" / "ablations.md").read_text(encoding="utf-8")
+def test_ablations_are_those_of_their_rows(table, tmp_path):
+    """The command makes the same tables from the same rows, and the page says what they say."""
     with open(table, newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) >= 3
-    for row in rows:
-        full = row["variant"] in ("flow", "expectile", "expectile=0.9")  # the preset itself, whose runs have no name
-        name = "" if full else "-" + row["variant"].replace("=", "-")
-        runs = (ROOT / "results" / "ablations" / row["dataset"].removesuffix("-v0")).glob(f"qhyer-demo{name}-s[01]-*")
-        each = [100 * mean(episode.success for episode in read_rows(run / "episodes.csv")) for run in runs]
-        assert len(each) == int(row["seeds"]) and mean(each) == pytest.approx(float(row["mean"]))
-        assert f"| {row['variant']} | {text(each)} |" in page
+        (name, dataset, preset, steps), *others = {
+            (row["ablation"], row["dataset"], row["preset"], int(row["updates"])) for row in csv.DictReader(file)
+        }
+    assert not others
+    asked = ablate.get(name)
+    made = {"datasets": [dataset], "preset": preset, "seeds": [0, 1], "out": str(table.parent)}
+    made |= {"override": {**asked.values.get("override", {}), "steps": steps}, "eval": {}}
+    chosen = ablate.variants(asked, {**made, "train": {"precision": PRECISION[preset]}})
+    lines = ablate.write(asked, chosen, tmp_path)
+    assert (tmp_path / table.name).read_text() == table.read_text()
+    assert sum(line.seeds == 2 for line in lines) >= 2
+
+    page = (ROOT / "docs" / "ablations.md").read_text(encoding="utf-8")
+    section = page.split("\n## On pointmaze-medium-stitch\n")[1]
+    if preset == "fast":
+        section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+    for line in lines:
+        (said,) = re.findall(rf"^\| {re.escape(line.variant)} \| (?!success %).*$", section, re.M)
+        assert not line.seeds or f" {text(list(line.scores))} |" in said

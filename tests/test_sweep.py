@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -392,3 +393,19 @@ def test_ctrl_c_saves_the_runs_of_all_processes(tiny):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130 and "goes on from here" in output, output
     assert all(sweep.status(cell).text.startswith("unfinished, at update") for cell in manifest.read(tiny))
+
+
+def test_rows_are_enough_when_the_weights_are_cleared_away(tiny):
+    cells = manifest.read(tiny)
+    assert call("sweep", tiny, "--only", "s0-") == 0
+    done, other = cells
+    assert sweep.status(done).text == "finished"
+    shutil.rmtree(done.folder / "checkpoints")
+    kept = sweep.status(done)
+    assert kept.finished and kept.text == "finished; weights not kept" and kept.success is not None
+    assert not sweep.status(other).finished
+    (done.folder / "episodes.csv").rename(done.folder / "rows")
+    assert sweep.status(done) == sweep.Status("new")
+    lines = (done.folder / "rows").read_text().splitlines()
+    (done.folder / "episodes.csv").write_text("\n".join(lines).replace(",6,3,", ",4,3,") + "\n")  # on the way
+    assert sweep.status(done) == sweep.Status("new")

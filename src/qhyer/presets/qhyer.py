@@ -180,15 +180,15 @@ BEST = [
     Rule("cube-double-*", MEASURED.format("cube-double-play"), SEVERAL_WAYS),
     Rule(
         "cube-double-noisy-*",
-        "one run of 12,000 updates, 10 episodes a task, the best of eight settings: docs/ogbench.md",
+        "measured here, the best of eight settings in short runs: docs/ogbench.md",
         ONE_MEAN,
     ),
     # Of scene's thirteen goal coordinates success looks at seven: neither the cube's turn nor any speed.
     Rule("scene-*", MEASURED.format("scene-play"), {**SEVERAL_WAYS, "goal_part": (0, 1, 2, 7, 8, 9, 11)}),
-    Rule("scene-noisy-*", "not measured; as on cube-double-noisy", ONE_MEAN),
+    Rule("scene-noisy-*", "as on cube-double-noisy; measured here, and not good: docs/ogbench.md", ONE_MEAN),
     Rule(
         "puzzle-*",
-        MEASURED.format("puzzle-3x3-play and puzzle-4x4-play (one seed)"),
+        MEASURED.format("puzzle-3x3-play and puzzle-4x4-play"),
         {**SEVERAL_WAYS, "flow_blocks": 1, "flow_channels": 512},
     ),
     # An oracle that looks at every step, under noise: one action at a time.
