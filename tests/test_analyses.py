@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from qhyer.data.episodes import Episodes
 from qhyer.errors import UserError
 from qhyer.evaluate import EvalConfig, plan
 from qhyer.nn.mamba import Mamba
+from qhyer.nn.tokens import Tokens
 from qhyer.report.collect import read_run
 from qhyer.report.figures import load_arrays
 from qhyer.train import TrainConfig, train
@@ -178,6 +181,64 @@ def test_memory_of_a_mamba_with_known_steps() -> None:
     assert found["memory_steps"] == pytest.approx(1.5)
     assert found["memory_tokens_of_mean"] == 4  # mean 0.862: 0.862^4 = 0.551, 0.862^5 = 0.475
     assert (found["gate_attention"], found["gate_mamba"]) == pytest.approx((0.3, 0.7))
+    assert found["a_bar_slowest_mean"] == pytest.approx(np.exp(-0.1), rel=1e-5)
+    assert (found["memory_tokens_slowest"], found["memory_steps_slowest"]) == (6, 2)
+    assert found["memory_steps_of_mean"] == pytest.approx(4 / 3)
+    assert found["delta_positions"] == pytest.approx([0.1] * 20, rel=1e-5)
+    (filled,) = np.flatnonzero(found["delta_histogram"])
+    assert memory.EDGES[filled] < 0.1001 and memory.EDGES[filled + 1] > 0.0999
+
+
+def test_the_slowest_state_is_each_channel_s_own() -> None:
+    """Two channels whose slowest states have different numbers; in pieces, as a run is read."""
+    delta = torch.tensor([[[0.1, 0.5], [0.2, 0.5], [0.3, 0.5]]])  # (1, 3, 2)
+    A = torch.tensor([[-1.0, -4.0], [-8.0, -0.5]])
+    values = {"delta": delta, "A_bar": torch.exp(delta[..., None] * A)}
+    readouts: list[dict[str, memory.Moments]] = [{}]
+    for _ in range(3):
+        memory.observe(readouts, [values])
+    (found,) = memory.summarize(readouts, tokens_per_step=1)["blocks"]
+    first, second = np.exp([-0.1, -0.2, -0.3]), np.exp(-0.25)
+    assert found["a_bar_slowest_mean"] == pytest.approx((first.mean() + second) / 2)
+    # From the last token back: e^-0.3, e^-0.5, e^-0.6 > 1/2; and e^-0.25, e^-0.5 > 1/2 > e^-0.75.
+    assert found["memory_tokens_slowest"] == pytest.approx((3 + 2) / 2)
+    assert found["delta_positions"] == pytest.approx([0.3, 0.35, 0.4])
+
+
+def test_histogram_of_delta_by_hand() -> None:
+    counted = memory.Distribution()
+    edges = memory.EDGES
+    inside = float(np.sqrt(edges[30] * edges[31]))
+    counted.add(torch.tensor([0.0, 1e-9, inside, float(edges[7])], dtype=torch.float64).view(1, 4, 1))
+    counted.add(torch.tensor([inside, 9.99, 10.0, 500.0], dtype=torch.float64).view(1, 4, 1))
+    shares = np.array(counted.shares)
+    assert len(shares) == len(edges) - 1 and shares.sum() == pytest.approx(1.0)
+    assert {int(i): shares[i] for i in np.flatnonzero(shares)} == {0: 2 / 8, 7: 1 / 8, 30: 2 / 8, 59: 3 / 8}
+    assert counted.positions == pytest.approx([inside / 2, 9.99 / 2, (inside + 10) / 2, (edges[7] + 500) / 2])
+
+
+def test_memory_over_blocks_is_the_mean_of_blocks() -> None:
+    delta = torch.tensor([[[0.1], [0.2]]])
+    readouts: list[dict[str, memory.Moments]] = [{}, {}]
+    memory.observe(readouts, [{"delta": d, "A_bar": torch.exp(-d[..., None])} for d in (delta, 10 * delta)])
+    found = memory.summarize(readouts, tokens_per_step=1)
+    assert found["all"]["delta_positions"] == pytest.approx([0.55, 1.1])
+    assert sum(found["all"]["delta_histogram"]) == pytest.approx(1.0)
+    assert np.flatnonzero(found["all"]["delta_histogram"]).size == 4
+    assert "gate_attention" not in found["all"]  # no gate with one branch
+
+
+def test_token_kinds() -> None:
+    def kinds(tokenization: str, with_q: bool) -> list[str]:
+        tokens = Tokens(3, 2, 3, 8, 4, tokenization, with_q)  # type: ignore[arg-type]
+        found = memory.token_kinds(tokens)
+        assert len(found) == tokens.per_step and found[tokens.state_at].startswith("state")
+        return found
+
+    assert kinds("concat", True) == ["state-goal", "Q", "action"]
+    assert kinds("separate", True) == ["goal", "state", "Q", "action"]
+    assert kinds("no_goal", False) == ["state", "action"]
+    assert memory.token_kinds(torch.nn.Identity()) == []
 
 
 def test_memory_of_a_run(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,8 +250,54 @@ def test_memory_of_a_run(run: Path, data: Path, capsys: pytest.CaptureFixture[st
     assert 0 < over["a_bar_mean"] < 1 and 0 <= over["memory_tokens"] <= found["window_tokens"]
     assert over["gate_attention"] + over["gate_mamba"] == pytest.approx(1.0)
     assert "gate: attention" in capsys.readouterr().out
+    for block in (over, *found["blocks"]):
+        assert sum(block["delta_histogram"]) == pytest.approx(1.0)
+        assert np.mean(block["delta_positions"]) == pytest.approx(block["delta_mean"])
+        assert block["a_bar_mean"] < block["a_bar_slowest_mean"] < 1
+        assert block["memory_tokens"] < block["memory_tokens_slowest"] <= found["window_tokens"]
+    assert len(found["delta_edges"]) == len(over["delta_histogram"]) + 1
+    assert found["token_kinds"] == ["state-goal", "Q", "action"] * TINY.context
+    assert len(over["delta_positions"]) == found["window_tokens"]
     again = json.loads(memory.run(run, data=data).read_text())
     assert again == found  # a function of the run and the data
+
+
+def test_memory_of_runs_side_by_side(run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hybrid of two blocks and a decoder of one Mamba block, which has no gate."""
+    mamba = dataclasses.replace(TINY, backbone="mamba", layers=1, steps=2)
+    other = trained(tmp_path / "runs" / "mamba", data, "qhyer", mamba)
+    out = tmp_path / "out"
+    assert analyze("memory", (run, other), data=data, out=out) == 0
+    shown = capsys.readouterr().out
+    own = [json.loads((folder / "analyses" / "memory.json").read_text()) for folder in (run, other)]
+    assert f"{own[0]['all']['delta_mean']:.3f} ± {own[0]['all']['delta_std']:.3f}" in shown
+    assert f"{own[1]['all']['memory_steps_slowest']:.2f}" in shown
+    header, *lines = csv.reader((out / "memory.csv").read_text().splitlines())
+    assert [name.rsplit("/", 1)[-1] for name in header] == ["block", "quantity", "qhyer", "mamba"]
+    written = {(block, key): values for block, key, *values in lines}
+    assert len(written) == len(lines) == 3 * 13  # ten of Delta and three of the gate, in two blocks and over them
+    for (block, key), values in written.items():
+        for value, result in zip(values, own):
+            blocks = {"all": result["all"], **{str(i): line for i, line in enumerate(result["blocks"], 1)}}
+            expected = blocks.get(block, {}).get(key)
+            assert value == "" if expected is None else float(value) == pytest.approx(expected, rel=1e-9)
+    assert written["all", "gate_mamba"][1] == "" and written["2", "delta_mean"][1] == ""
+    both = json.loads((out / "memory.json").read_text())["runs"]
+    assert [result["all"] for result in both] == [result["all"] for result in own]
+    assert (out / "memory.png").stat().st_size > 10_000 and "</svg>" in (out / "memory.svg").read_text()
+    with pytest.raises(UserError, match="another --out"):
+        memory.compare([run, other], run / "analyses")
+    with pytest.raises(UserError, match="at least one"):
+        memory.compare([])
+    (other / "analyses" / "memory.json").unlink()
+    with pytest.raises(UserError, match="qhyer analyze memory"):
+        memory.compare([run, other], out)
+
+
+def test_labels_say_what_differs() -> None:
+    assert memory.labels([Path("a/play/s0")]) == ["s0"]
+    assert memory.labels([Path("a/play/s0"), Path("a/noisy/s0")]) == ["play/s0", "noisy/s0"]
+    assert memory.labels([Path("a/s0"), Path("a/s1")]) == ["s0", "s1"]
 
 
 def test_memory_says_what_it_needs(run: Path, gcbc_run: Path, data: Path, tmp_path: Path) -> None:
@@ -285,7 +392,12 @@ def test_analyze(run: Path, gcbc_run: Path, data: Path, capsys: pytest.CaptureFi
     assert analyze("memory", (run,), data=data) == 0
     shown = capsys.readouterr().out
     assert analyses.question("memory") in shown and "written:" in shown
+    beside = sorted(path.suffix for path in (run / "analyses").glob("memory.*"))
+    assert beside == [".csv", ".json", ".png", ".svg"]
+    assert "blocks" in json.loads((run / "analyses" / "memory.json").read_text())  # its own, not a comparison
     assert analyze("memory", (gcbc_run, run), data=data) == 1  # goes on after the run it cannot answer for
+    with pytest.raises(UserError, match="--out"):
+        analyze("critic", (run,), data=data, out=run)
     with pytest.raises(UserError, match="Mamba"):
         analyze("memory", (gcbc_run,), data=data)
     with pytest.raises(UserError, match="give the run"):

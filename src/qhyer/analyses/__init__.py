@@ -6,6 +6,12 @@ The first line of a module's docstring is the question. Its function
 
 writes RUN/analyses/NAME.npz or .json, whole or not at all, prints a short answer, and returns the file.
 `data` is an npz to look at instead of the dataset the run was trained on (its validation file, for example).
+Where it also has a function
+
+    compare(folders: Sequence[Path], out: Path | None = None) -> Path
+
+the command calls it once with all runs that were answered: it puts what `run` wrote for them side by side, in a table
+and a figure beside one run's own file, or in results/analyses/NAME/ or `out` for several.
 
 An analysis that makes its own data has no parameter `run`:
 

@@ -37,7 +37,15 @@ def _description() -> str:
     )
 
 
-def analyze(name: str, runs: tuple[Path, ...], /, *, device: str = "cpu", data: Path | None = None) -> int:
+def analyze(
+    name: str,
+    runs: tuple[Path, ...],
+    /,
+    *,
+    device: str = "cpu",
+    data: Path | None = None,
+    out: Path | None = None,
+) -> int:
     """Ask trained runs one question. The answer is printed and written to RUN/analyses/.
 
     Args:
@@ -45,16 +53,21 @@ def analyze(name: str, runs: tuple[Path, ...], /, *, device: str = "cpu", data: 
         runs: run folders
         device: cpu, cuda, or auto
         data: an npz to look at instead of the dataset the run was trained on, such as its validation file
+        out: folder of the table and figure of several runs side by side, where the analysis makes them (memory);
+            results/analyses/NAME when not given
     """
     analysis = analyses.load(name)
     if not analyses.needs_run(name):
         raise UserError(f"{name} looks at no run: qhyer analyze {name}")
     if not runs:
         raise UserError(f"give the run folders to look at: qhyer analyze {name} RUN ...")
+    compare = getattr(analysis, "compare", None)
+    if out is not None and compare is None:
+        raise UserError(f"{name} does not put runs side by side, so --out has no meaning; it writes to RUN/analyses/")
     device = resolve_device(device)
     console = Console(stderr=True, highlight=False)
     print(analyses.question(name))
-    failed = 0
+    answered = []
     for run in runs:
         print(f"\n{run}")
         try:
@@ -63,7 +76,11 @@ def analyze(name: str, runs: tuple[Path, ...], /, *, device: str = "cpu", data: 
             if len(runs) == 1:
                 raise
             console.print(f"skipped: {error}", style="yellow", markup=False, soft_wrap=True)
-            failed += 1
         else:
             print(f"written: {path}")
-    return 1 if failed else 0
+            answered.append(Path(run))
+    if compare is not None and answered:
+        print()
+        path = compare(answered, out)
+        print(f"written: {path} and beside it .csv, .png and .svg")
+    return 0 if len(answered) == len(runs) else 1
