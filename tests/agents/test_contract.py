@@ -272,6 +272,9 @@ def slow_act(agent, observations: torch.Tensor, goal: torch.Tensor, q: list, act
             if config.action_head == "best_of_mixture":
                 each = zip(rows, numbers_of(agent, read), observations[:, -1], goal)
                 action = torch.stack([slow_choice(agent, *one) for one in each])
+            if config.past_q == "critic":  # the next window's token of this step: what was done, not what was hoped
+                done = agent.log_density(observations[:, -1], action, agent.goal_coordinates(goal))
+                q = [*q[:-1], ((done - agent.q_shift) / (agent.q_scale + 1e-3))[:, None]]
             return action, q, [*actions, action]
         sequence.append(tokens.action(actions[i]) + position + kind["action"])
     raise AssertionError

@@ -109,6 +109,9 @@ class QHyerConfig(AgentConfig):
     """beyond the paper: how near, in standard deviations of the goal coordinates"""
     q_normalization: Literal["scale", "standardize"] = "scale"
     """Q divided by its mean magnitude (the paper), or its mean taken off first and divided by its mean deviation"""
+    past_q: Literal["predicted", "critic"] = "predicted"
+    """what the Q tokens of past steps hold when acting: the Q-hat that was predicted then (the paper), or, as they do
+    in training, the critic's Q of what was done. With a high tau no window of the data is all Q-hat"""
     goal_input: Literal["observation", "coordinates", "difference"] = "observation"
     """what the decoder sees of a goal: the whole observation (the paper), only the coordinates that make it a goal (the
     rest, such as its arm pose, tells in hindsight what comes next, and nothing then), or those less the state's"""
@@ -176,6 +179,10 @@ class QHyerConfig(AgentConfig):
         require(
             len(set(self.goal_part)) == len(self.goal_part) and min(self.goal_part, default=0) >= 0,
             "goal_part names goal coordinates by position, from 0, each once",
+        )
+        require(
+            self.past_q == "predicted" or self.conditioning == "flow",
+            "past_q critic asks the critic: write conditioning flow",
         )
         require(
             self.chunk == 1 or self.context == 1,
@@ -350,6 +357,10 @@ class QHyer(Agent):
             spread = losses.masked_mean((q - self.q_shift).abs(), share)
             self.q_scale.lerp_(distributed.mean(spread), rate)
             self.q_seen.fill_(1.0)
+        return self.normalized(q)
+
+    def normalized(self, q: Tensor) -> Tensor:
+        """As a token holds it: the appendix's Q normalisation, by running statistics."""
         return (q - self.q_shift) / (self.q_scale + Q_SCALE_FLOOR)
 
     # --------------------------------------------------------------------------------------------- the actor
@@ -485,6 +496,9 @@ class QHyer(Agent):
             action, after["plan"] = plan[:, 0], plan[:, 1:]
         keep = self.config.context - 1
         if keep > 0:
+            if self.config.past_q == "critic":
+                done = self.log_density(observation, action, self.goal_coordinates(goal))  # (n,)
+                window["q"] = torch.cat([window["q"][:, :-1], self.normalized(done)[:, None]], dim=1)
             before = [memory["actions"]] if "actions" in memory else []
             window["actions"] = torch.cat([*before, action[:, None]], dim=1)
             after |= {key: value[:, -keep:] for key, value in window.items()}
@@ -510,8 +524,9 @@ class QHyer(Agent):
         return self.action_head(h[:, -1]), window
 
     def acting_state(self) -> dict[str, Tensor]:
-        """All but the critic, since acting reads Q-hat alone, unless the critic chooses."""
-        return self.state_dict() if self.config.action_head == "best_of_mixture" else super().acting_state()
+        """All but the critic, since acting reads Q-hat alone, unless the critic chooses or says what the past was worth."""
+        asked = self.config.action_head == "best_of_mixture" or self.config.past_q == "critic"
+        return self.state_dict() if asked else super().acting_state()
 
     def _chosen_action(
         self, observation: Tensor, goal: Tensor, rows: Tensor, logits: Tensor, means: Tensor, log_stds: Tensor
