@@ -524,7 +524,7 @@ class QHyer(Agent):
         return self.action_head(h[:, -1]), window
 
     def acting_state(self) -> dict[str, Tensor]:
-        """All but the critic, since acting reads Q-hat alone, unless the critic chooses or says what the past was worth."""
+        """All but the critic, since acting reads Q-hat alone, unless the critic chooses or says what was done."""
         asked = self.config.action_head == "best_of_mixture" or self.config.past_q == "critic"
         return self.state_dict() if asked else super().acting_state()
 
