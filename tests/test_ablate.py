@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qhyer import ablate, cli, manifest, runs, sweep
+from qhyer import ablate, cli, manifest, presets, runs, sweep
 from qhyer.data import registry
 from qhyer.data.generate import generate
 from qhyer.evaluate import EvalConfig, plan
@@ -61,7 +61,7 @@ def tiny(name: str, *more: object) -> int:
 
 def test_all_are_there_and_ask_something():
     found = ablate.ablations()
-    assert list(found) == [*VARIANTS, "beyond", "chunk"]
+    assert list(found) == [*VARIANTS, "beyond", "chunk", "without"]
     for name, ablation in found.items():
         assert ablation.question.endswith("?") and ablation.paper and ablation.source
         names = ablate.variant_names(ablation)
@@ -105,6 +105,21 @@ def test_variants_are_apart_and_trained_alike(name, dataset, preset):
         assert changed == allowed
 
 
+@pytest.mark.parametrize("dataset", ["puzzle-3x3-play", "cube-double-play", "scene-play"])
+def test_without_takes_one_option_of_best_away(dataset):
+    found = ablate.variants(ablate.get("without"), {"datasets": [dataset], "seeds": [0]})
+    (best, *others) = (cells[0] for cells in found.values())
+    paper = presets.resolve("qhyer", "paper", f"{dataset}-v0")[0]
+    full, plain = dataclasses.asdict(best.config), dataclasses.asdict(paper)
+    assert best.folder.name.startswith("qhyer-best-s0-") and len({cell.folder for cell in others}) == len(others) == 7
+    for cell in others:
+        changed = {key: value for key, value in dataclasses.asdict(cell.config).items() if full[key] != value}
+        if cell.variant == "no-q":
+            assert changed == {"conditioning": "none", "action_head": "mixture"}
+        else:
+            assert changed == {key: plain[key] for key in changed} and len(changed) == 1, cell.variant
+
+
 def test_the_critic_sees_as_many_transitions_at_every_context():
     cells = manifest.cells(ablate.get("context").values, "")
     assert {cell.config.context * cell.config.flow_batch for cell in cells} == {5.0}  # type: ignore[attr-defined]
@@ -114,6 +129,8 @@ def test_the_full_method_is_one_run_for_all():
     """Every ablation of the default dataset shares the run of the unchanged preset."""
     folders = {}
     for name, ablation in ablate.ablations().items():
+        if name == "without":  # of another preset
+            continue
         found = ablate.variants(ablation, {})
         full = [variant for (_, variant), cells in found.items() if not cells[0].variant]
         assert len(full) == 1 and full[0] in (ablation.full, "expectile=0.99", "K=20", "flow_blocks=6"), name
