@@ -287,8 +287,13 @@ def test_memory_of_runs_side_by_side(run: Path, data: Path, tmp_path: Path, caps
     assert (out / "memory.png").stat().st_size > 10_000 and "</svg>" in (out / "memory.svg").read_text()
     with pytest.raises(UserError, match="another --out"):
         memory.compare([run, other], run / "analyses")
+    before = (out / "memory.json").read_bytes()
+    assert memory.compare([run, other], out).read_bytes() == before  # the same runs again
+    with pytest.raises(UserError, match="of other runs"):
+        memory.compare([other, run], out)
     with pytest.raises(UserError, match="at least one"):
         memory.compare([])
+    assert (out / "memory.json").read_bytes() == before
     (other / "analyses" / "memory.json").unlink()
     with pytest.raises(UserError, match="qhyer analyze memory"):
         memory.compare([run, other], out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -404,6 +405,12 @@ def test_rows_are_enough_when_the_weights_are_cleared_away(tiny):
     kept = sweep.status(done)
     assert kept.finished and kept.text == "finished; weights not kept" and kept.success is not None
     assert not sweep.status(other).finished
+    more = dataclasses.replace(done, eval=EvalConfig(episodes=2, tasks=(3,)))
+    assert not sweep.status(more).finished and not sweep.status(more).kept
+    with pytest.raises(UserError, match="evaluated on other episodes than asked for, and the weights are not kept"):
+        sweep.run_cells([more])
+    assert (done.folder / "episodes.csv").is_file() and not (done.folder / "checkpoints").exists()
+    assert sweep.status(dataclasses.replace(done, eval=None)) == sweep.Status("new")
     (done.folder / "episodes.csv").rename(done.folder / "rows")
     assert sweep.status(done) == sweep.Status("new")
     lines = (done.folder / "rows").read_text().splitlines()

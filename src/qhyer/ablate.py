@@ -125,9 +125,9 @@ def ablate(
 
     Args:
         name: an ablation; `qhyer ablate` alone lists them
-        dataset: one dataset or more; cube-single-play if not given
-        preset: QHyer's, which all variants start from; fast if not given
-        seeds: 0 1 2 3 if not given
+        dataset: one dataset or more; cube-single-play if not given (without: puzzle-3x3-play)
+        preset: QHyer's, which all variants start from; fast if not given (without: best)
+        seeds: 0 1 2 3 if not given (without: 0 1 2)
         steps: updates of every variant; the preset's if not given
         override: fields of QHyer's configuration for every variant, as FIELD=VALUE
         episodes: evaluation episodes for each task; 50 if not given

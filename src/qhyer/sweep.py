@@ -100,6 +100,7 @@ def run_cells(
     before = [status(cell) for cell in cells]
     console.print(_table(cells, before))
     todo = [cell for cell, at in zip(cells, before) if not at.finished]
+    gone = [cell.name for cell, at in zip(cells, before) if not at.kept]
     console.print(
         f"{len(cells)} run{'s' if len(cells) > 1 else ''}, {len(cells) - len(todo)} finished, {len(todo)} to do"
     )
@@ -108,6 +109,11 @@ def run_cells(
         console.print(absent, markup=False, soft_wrap=True)
     if dry_run or not todo:
         return 0
+    if gone:
+        raise UserError(
+            f"{', '.join(gone)}: evaluated on other episodes than asked for, and the weights are not kept; "
+            "remove the folder to train it again, or give another out"
+        )
     if absent:
         raise UserError(absent)
     options = dict(launcher=launcher, address=address, cpus=cpus, gpus=gpus, retries=retries)
@@ -161,6 +167,8 @@ class Status:
     success: float | None = None
     score: float | None = None
     """between a random policy (0) and the data's controller (100), where the task pays a return"""
+    kept: bool = True
+    """False: rows of another evaluation, and no weights to evaluate again; training anew would write over a record"""
 
 
 def status(cell: Cell) -> Status:
@@ -194,7 +202,11 @@ def status(cell: Cell) -> Status:
     tasks = _num_tasks(environment) if cell.eval.tasks is None else max(cell.eval.tasks)
     wanted = {(s.task, s.episode, s.seed) for shard in plan(cell.eval, environment, tasks) for s in shard}
     if not wanted <= {(row.task, row.episode, row.env_seed) for row in rows}:
-        return Status("trained, not evaluated") if steps else Status("new")
+        return (
+            Status("trained, not evaluated")
+            if steps
+            else Status("rows of other episodes; weights not kept", kept=False)
+        )
     by_task: dict[int, list[int]] = {}
     for row in rows:
         by_task.setdefault(row.task, []).append(row.success)

@@ -27,6 +27,8 @@ SWITCHES = {
         dict(warmup=2, cosine=True),
         dict(dropout=0.0),
         dict(flow_defence=0.1),
+        dict(past_q="critic", q_normalization="standardize"),
+        dict(past_q="critic", action_head="best_of_mixture"),
     ],
     "gcbc": [dict(discount=0.9)],
     "gcivl": [dict(actor_p_random=0.5)],
@@ -316,6 +318,8 @@ def test_qhyer_acts_as_the_slow_version(options, tiny_agent, point_world, shake)
     """Step 2 through step 1's cache, the window cut to K steps, and the Q tokens remembered: all exact."""
     agent = tiny_agent("qhyer", **options).eval()
     shake(agent)
+    agent.q_shift.fill_(0.4)
+    agent.q_scale.fill_(1.7)
     K = agent.config.context
     goal = point_world.observations[[37, 97]]
     memory, q, actions, seen = None, [], [], []

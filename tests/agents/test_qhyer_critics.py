@@ -91,6 +91,7 @@ def test_acting_needs_no_critic_but_to_choose_of_a_mixture(critic, tiny_agent):
     plain, own = tiny_agent("qhyer").acting_state(), tiny_agent("qhyer", critic=critic).acting_state()
     assert list(plain) == list(own) and not held(critic=critic)
     assert held(critic=critic, action_head="best_of_mixture")
+    assert held(critic=critic, past_q="critic") and not held(critic=critic, past_q="critic", context=1)
 
 
 def test_a_cvae_seen_from_the_state_is_moved_with_it(tiny_agent, point_world, shake):

@@ -111,7 +111,7 @@ class QHyerConfig(AgentConfig):
     """Q divided by its mean magnitude (the paper), or its mean taken off first and divided by its mean deviation"""
     past_q: Literal["predicted", "critic"] = "predicted"
     """what the Q tokens of past steps hold when acting: the Q-hat that was predicted then (the paper), or, as they do
-    in training, the critic's Q of what was done. With a high tau no window of the data is all Q-hat"""
+    in training, the critic's Q of what was done. With a high tau a past that is all Q-hat is like none in the data"""
     goal_input: Literal["observation", "coordinates", "difference"] = "observation"
     """what the decoder sees of a goal: the whole observation (the paper), only the coordinates that make it a goal (the
     rest, such as its arm pose, tells in hindsight what comes next, and nothing then), or those less the state's"""
@@ -525,7 +525,8 @@ class QHyer(Agent):
 
     def acting_state(self) -> dict[str, Tensor]:
         """All but the critic, since acting reads Q-hat alone, unless the critic chooses or says what was done."""
-        asked = self.config.action_head == "best_of_mixture" or self.config.past_q == "critic"
+        config = self.config
+        asked = config.action_head == "best_of_mixture" or (config.past_q == "critic" and config.context > 1)
         return self.state_dict() if asked else super().acting_state()
 
     def _chosen_action(

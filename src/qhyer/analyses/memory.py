@@ -18,7 +18,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +334,14 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
         plt.close(figure)
 
 
+def _of_others(path: Path, results: Sequence[Mapping[str, Any]]) -> bool:
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))["runs"]
+        return [(run["run"], run["dataset"]) for run in before] != [(run["run"], run["dataset"]) for run in results]
+    except (ValueError, KeyError, TypeError):
+        return True
+
+
 def compare(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Table and figure of what is written for these runs: beside one run's own file, or in the folder `out`."""
     require(len(folders) > 0, "give at least one run")
@@ -342,6 +350,8 @@ def compare(folders: Sequence[Path], out: Path | None = None) -> Path:
     if not alone and path.resolve() in [own_file(run).resolve() for run in folders]:
         raise UserError(f"{path} is what one of the runs has for itself; give another --out")
     results = [{"run": label, **load(run)} for label, run in zip(labels(folders), folders)]
+    if not alone and path.exists() and _of_others(path, results):
+        raise UserError(f"{path} is of other runs; give another --out, or remove it")
     header, lines = numbers(results)
     if alone:
         write_text(path.with_suffix(".csv"), to_csv(header, lines))
