@@ -120,14 +120,14 @@ def ablate(
 ) -> int:
     """Run a named ablation: its variants × seeds, and a table and a figure of them. Without a name: what there is.
 
-    Run it again to go on after a stop, or to make the table of finished runs again. Without options it asks for a GPU:
+    Run it again to go on after a stop, or to make the table of finished runs again. Without options most ask for a GPU:
     cube-single-play with the preset fast. On a CPU: --dataset pointmaze-medium-stitch --preset demo.
 
     Args:
         name: an ablation; `qhyer ablate` alone lists them
-        dataset: one dataset or more; cube-single-play if not given (without: puzzle-3x3-play)
-        preset: QHyer's, which all variants start from; fast if not given (without: best)
-        seeds: 0 1 2 3 if not given (without: 0 1 2)
+        dataset: one dataset or more; the ablation's own if not given, mostly cube-single-play
+        preset: QHyer's, which all variants start from; the ablation's own if not given, mostly fast
+        seeds: the ablation's own if not given, mostly 0 1 2 3
         steps: updates of every variant; the preset's if not given
         override: fields of QHyer's configuration for every variant, as FIELD=VALUE
         episodes: evaluation episodes for each task; 50 if not given

@@ -183,7 +183,10 @@ def status(cell: Cell) -> Status:
     if not (cell.folder / "run.json").is_file():
         return Status("new")
     try:
-        if not steps and _last_evaluated(cell.folder) < cell.config.steps:
+        rows = read_rows(cell.folder / "episodes.csv")
+        # Without weights, which may have been cleared away, rows of the last update tell the score.
+        last = steps[-1] if steps else max((row.step for row in rows), default=0)
+        if not steps and (cell.eval is None or last < cell.config.steps):
             return Status("new")
         then, now = as_today(cell.agent, runs.read(cell.folder)["config"]), to_dict(cell.config)
         if changed := [name for name, value in now.items() if then.get(name) != value]:
@@ -191,9 +194,8 @@ def status(cell: Cell) -> Status:
         if steps and not is_finished(cell.folder, cell.config):
             return Status(f"unfinished, at update {steps[-1]}")
         if cell.eval is None:
-            return Status("finished", True) if steps else Status("new")
-        last = steps[-1] if steps else _last_evaluated(cell.folder)
-        rows = [row for row in read_rows(cell.folder / "episodes.csv") if row.step == last]
+            return Status("finished", True)
+        rows = [row for row in rows if row.step == last]
         environment = cell.environment or runs.read(cell.folder)["environment"]
     except CorruptFile as error:
         return Status(f"damaged: {error}")
@@ -202,11 +204,9 @@ def status(cell: Cell) -> Status:
     tasks = _num_tasks(environment) if cell.eval.tasks is None else max(cell.eval.tasks)
     wanted = {(s.task, s.episode, s.seed) for shard in plan(cell.eval, environment, tasks) for s in shard}
     if not wanted <= {(row.task, row.episode, row.env_seed) for row in rows}:
-        return (
-            Status("trained, not evaluated")
-            if steps
-            else Status("rows of other episodes; weights not kept", kept=False)
-        )
+        if not steps:
+            return Status("rows of other episodes; weights not kept", kept=False)
+        return Status("trained, not evaluated")
     by_task: dict[int, list[int]] = {}
     for row in rows:
         by_task.setdefault(row.task, []).append(row.success)
@@ -214,13 +214,6 @@ def status(cell: Cell) -> Status:
     mean = mean_return(rows)
     text = "finished" if steps else "finished; weights not kept"
     return Status(text, True, success, None if mean is None else normalised(environment, mean))
-
-
-def _last_evaluated(run: Path) -> int:
-    """The latest update of its rows, which tell the score when the weights have been cleared away; 0 without rows."""
-    from qhyer.records import read_rows
-
-    return max((row.step for row in read_rows(run / "episodes.csv")), default=0)
 
 
 @functools.cache

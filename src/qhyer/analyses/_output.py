@@ -24,6 +24,16 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 RESULTS = Path("results/analyses")
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#b8589a",
+    "#e6a700",
+    "#56b4e9",
+    "#7a4fb5",
+    "#8c6d46",
+)  # of runs, datasets, pieces side by side
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 

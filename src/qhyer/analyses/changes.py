@@ -32,7 +32,6 @@ SCENE = (
     *("drawer", "drawer speed", "window", "window speed"),
 )
 ARM = ("x", "y", "z", "yaw", "gripper")
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8589a", "#e6a700", "#56b4e9", "#7a4fb5", "#8c6d46")
 
 Array = np.ndarray
 
@@ -148,7 +147,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 for number, data in enumerate(group):
                     heights = [item[quantity] for item in data[part]]
                     shift = (number - (len(group) - 1) / 2) * width
-                    colour = COLOURS[number % len(COLOURS)]
+                    colour = _output.COLOURS[number % len(_output.COLOURS)]
                     panel.bar(places + shift, heights, width, color=colour, label=title(data))
                 names = [item["label"] for item in group[0][part]]
                 panel.set_xticks(places, names, rotation=40, ha="right", rotation_mode="anchor", fontsize=8.5)

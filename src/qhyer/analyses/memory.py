@@ -54,7 +54,6 @@ TABLE = {
     "effective memory in steps, of the mean Ā": "{memory_steps_of_mean:.2f}",
     "gate, attention / Mamba": "{gate_attention:.2f} / {gate_mamba:.2f}",
 }
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8589a", "#e6a700", "#56b4e9", "#7a4fb5", "#8c6d46")
 
 
 # -------------------------------------------------------------------------------------------------------- measuring
@@ -286,7 +285,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     from qhyer.report import figures  # chooses matplotlib's backend
 
     plt = figures.plt
-    styles, colours = ("-", "--", ":", "-."), [COLOURS[i % len(COLOURS)] for i in range(len(results))]
+    styles, colours = ("-", "--", ":", "-."), [_output.COLOURS[i % len(_output.COLOURS)] for i in range(len(results))]
     with plt.rc_context(_output.style()):
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
         kinds: dict[str, str] = {}

@@ -22,6 +22,8 @@ import numpy as np
 
 from qhyer import runs
 from qhyer.analyses import _output
+from qhyer.config import from_dict
+from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
 from qhyer.report.collect import load_arrays, read_run
 from qhyer.storage import write_json
@@ -29,7 +31,7 @@ from qhyer.storage import write_json
 NEAR = 0.5  # standard deviations
 
 
-def gaps(observations: np.ndarray, goal: np.ndarray, spec: Any) -> np.ndarray:
+def gaps(observations: np.ndarray, goal: np.ndarray, spec: DataSpec) -> np.ndarray:
     """Rows (T, d_s) of one episode -> how far each goal coordinate is from the goal (T, d_g), in standard units."""
     at = list(spec.goal_indices)
     return np.abs(observations[:, at] - goal[at]) / np.asarray(spec.observation_std)[at]
@@ -75,16 +77,16 @@ def run(run: Path, *, device: str = "cpu", data: Path | None = None) -> Path:
         raise UserError(f"{run} has no recorded rollouts; `qhyer eval {run} --record 10 --overwrite` makes some")
     if data is not None:
         raise UserError("parts looks at a run's own rollouts, and at no data: leave out --data")
-    agent, _ = runs.load_agent(run, device=device)
+    spec = from_dict(DataSpec, runs.read(run)["spec"])
     needed = ("task", "success", "length", "observations", "goals")
     arrays = load_arrays(recording, needed)
     by_task: dict[int, list[np.ndarray]] = {}
     won: dict[int, list[float]] = {}
     for task, success, length, rows, goal in zip(*(arrays[name] for name in needed)):
-        by_task.setdefault(int(task), []).append(gaps(rows[: int(length) + 1], goal, agent.spec))
+        by_task.setdefault(int(task), []).append(gaps(rows[: int(length) + 1], goal, spec))
         won.setdefault(int(task), []).append(float(success))
     tasks = {str(task): {"success": float(np.mean(won[task])), **of_task(by_task[task])} for task in sorted(by_task)}
-    columns = list(agent.spec.goal_indices)
+    columns = list(spec.goal_indices)
     path = Path(run) / "analyses" / "parts.json"
     write_json(
         path, {"analysis": "parts", "step": int(recording.stem), "near": NEAR, "columns": columns, "tasks": tasks}

@@ -49,7 +49,6 @@ COSINE = 0.5
 QUANTILE = 0.99
 CALIBRATION = 5000  # pairs of the data whose own distances are taken
 EVERY = 2  # steps of a drawn rollout
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8589a", "#e6a700", "#56b4e9", "#7a4fb5", "#8c6d46")
 
 Array = np.ndarray
 
@@ -341,7 +340,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             whole = moving(xy)
             panel.plot(whole[:, 0], whole[:, 1], color="#9aa0a8", linewidth=1.0, zorder=2)  # what nothing explains
             for number, ((_, first, last), trail) in enumerate(zip(part["parts"], part["paths"])):
-                colour, way = COLOURS[number % len(COLOURS)], np.asarray(trail)
+                colour, way = _output.COLOURS[number % len(_output.COLOURS)], np.asarray(trail)
                 panel.plot(way[:, 0], way[:, 1], color=colour, linewidth=3.0, alpha=0.22, zorder=1)
                 own = moving(xy[first // EVERY : last // EVERY + 2])
                 panel.plot(own[:, 0], own[:, 1], color=colour, linewidth=1.5, zorder=3)
@@ -364,8 +363,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
                     fontsize=8, color=SOFT,
                 )  # fmt: skip
         handles = [
-            Line2D([], [], color=COLOURS[0], linewidth=1.5, label="rollout; its colour changes with the piece"),
-            Line2D([], [], color=COLOURS[0], linewidth=3, alpha=0.3, label="the data piece"),
+            Line2D([], [], color=_output.COLOURS[0], linewidth=1.5, label="rollout; its colour changes with the piece"),
+            Line2D([], [], color=_output.COLOURS[0], linewidth=3, alpha=0.3, label="the data piece"),
             Line2D([], [], color="#9aa0a8", linewidth=1, label="no piece goes this way"),
             Line2D([], [], color="black", marker=".", linestyle="", label="out of the data"),
             Line2D([], [], color=INK, marker="x", linestyle="", label="where it ended, not reached"),
