@@ -25,10 +25,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from qhyer.config import Precision
 from qhyer.errors import UserError, did_you_mean
 from qhyer.launch import Launcher
 
@@ -106,7 +107,7 @@ def ablate(
     episodes: int | None = None,
     tasks: tuple[int, ...] = (),
     device: str | None = None,
-    precision: Literal["fp32", "bf16"] | None = None,
+    precision: Precision | None = None,
     out: Path = Path("runs/ablations"),
     dry_run: bool = False,
     only: tuple[str, ...] = (),

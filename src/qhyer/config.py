@@ -8,11 +8,14 @@ import json
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from qhyer.errors import UserError
 
 T = TypeVar("T")
+
+Precision = Literal["fp32", "tf32", "bf16"]
+"""of a training's matrix products; `TrainConfig` says what each means"""
 
 
 def to_dict(config: Any) -> dict[str, Any]:

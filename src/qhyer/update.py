@@ -6,7 +6,6 @@ not be captured costs speed and nothing else.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -90,8 +89,7 @@ class Update:
         self.drop_gradients()
         loss.backward()
         distributed.average_gradients(p for parameters in self.parameters for p in parameters)
-        clip = math.inf if self.stage.grad_clip is None else self.stage.grad_clip
-        norms = [torch.nn.utils.clip_grad_norm_(parameters, clip) for parameters in self.parameters]
+        norms = [gradient_norm(parameters, self.stage.grad_clip) for parameters in self.parameters]
         metrics = {"loss": loss, **metrics}
         means = distributed.mean(torch.stack([value.detach() for value in metrics.values()]).double())
         values = torch.cat([means, torch.stack(norms).norm().double()[None]])
@@ -117,6 +115,13 @@ class Update:
         self.sums.zero_()
         self.count = 0
         return means
+
+
+def gradient_norm(parameters: Sequence[torch.nn.Parameter], clip: float | None) -> Tensor:
+    """The norm of all gradients together, which are scaled down to `clip` where it is greater."""
+    if clip is not None:
+        return torch.nn.utils.clip_grad_norm_(parameters, clip)
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def is_capturable(optimizer: torch.optim.Optimizer) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from qhyer.agent import AgentConfig
 from qhyer.bench import common
 from qhyer.bench.common import BenchRow, Ceilings
 from qhyer.bench.train import Training, measure_updates
+from qhyer.config import Precision
 from qhyer.data import registry
 from qhyer.errors import require
 from qhyer.train import torch_settings
@@ -23,7 +24,7 @@ def compare(
     bench: str,
     configs: Mapping[str, tuple[str, AgentConfig]],
     dataset: str,
-    precision: Literal["fp32", "bf16"] | None,
+    precision: Precision | None,
     device: str,
     threads: int,
     seconds: float,
@@ -72,7 +73,7 @@ def every_agent(
     names: tuple[str, ...] = (),
     dataset: str = "cube-single-play",
     preset: str = "paper",
-    precision: Literal["fp32", "bf16"] | None = None,
+    precision: Precision | None = None,
     device: str = "auto",
     threads: int = 1,
     seconds: float = 3.0,
@@ -84,7 +85,7 @@ def every_agent(
         names: agents; all when not given
         dataset: the dataset whose sizes and presets are used
         preset: the agents' preset
-        precision: fp32 or bf16; when not given, bf16 on CUDA and fp32 on a CPU
+        precision: fp32, tf32 or bf16; when not given, bf16 on CUDA and fp32 on a CPU
         device: cpu, cuda, or auto
         threads: threads of torch
         seconds: how long to measure each row

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from qhyer import presets
 from qhyer.agent import AgentConfig
 from qhyer.bench.agents import compare
+from qhyer.config import Precision
 from qhyer.data import registry
 from qhyer.errors import require
 
@@ -39,7 +40,7 @@ def backbones(
     heads: int = 4,
     context: int = 20,
     batch: int = 64,
-    precision: Literal["fp32", "bf16"] | None = None,
+    precision: Precision | None = None,
     device: str = "auto",
     threads: int = 1,
     seconds: float = 3.0,
@@ -55,7 +56,7 @@ def backbones(
         heads: of attention
         context: steps of a window; a step is three tokens
         batch: windows
-        precision: fp32 or bf16; when not given, bf16 on CUDA and fp32 on a CPU
+        precision: fp32, tf32 or bf16; when not given, bf16 on CUDA and fp32 on a CPU
         device: cpu, cuda, or auto
         threads: threads of torch
         seconds: how long to measure each row

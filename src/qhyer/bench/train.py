@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from qhyer import presets, runs
 from qhyer.agent import AgentConfig, Stage
 from qhyer.bench import common
 from qhyer.bench.common import BenchRow, Ceilings
-from qhyer.config import replace
+from qhyer.config import Precision, replace
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
 from qhyer.errors import require
@@ -298,7 +298,7 @@ def updates(
     episodes: int = 100,
     batch: tuple[int, ...] = (256, 1024),
     seeds: tuple[int, ...] = (1,),
-    precision: Literal["fp32", "bf16"] | None = None,
+    precision: Precision | None = None,
     device: str = "auto",
     threads: int = 0,
     seconds: float = 5.0,
@@ -317,7 +317,7 @@ def updates(
         episodes: made-up episodes, of the dataset's length
         batch: batch sizes
         seeds: how many seeds are trained side by side, e.g. 1 4
-        precision: fp32 or bf16; when not given, bf16 on CUDA and fp32 on a CPU
+        precision: fp32, tf32 or bf16; when not given, bf16 on CUDA and fp32 on a CPU
         device: cpu, cuda, or auto
         threads: threads of torch; 0 chooses as the trainer does
         seconds: how long to measure each row

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qhyer.losses import gelu
+from qhyer.nn.mlp import norm_kernel
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -44,7 +45,11 @@ class Ensemble(nn.Module):
         with torch.autocast(inputs[0].device.type, enabled=False):
             first = self.weights[0]
             x = torch.cat([part.to(first.dtype) for part in inputs], dim=-1).expand(len(first), -1, -1)  # (m, B, d)
+            fused = norm_kernel(x) if len(self.scales) else None
             for i, (weight, bias) in enumerate(zip(self.weights, self.biases)):
+                if fused is not None and i + 1 < len(self.weights):
+                    x = fused(torch.bmm(x, weight), bias, self.scales[i], self.shifts[i], 1e-6)
+                    continue
                 x = torch.baddbmm(bias, x, weight)
                 if i + 1 == len(self.weights):
                     break
