@@ -92,6 +92,32 @@ def test_expectile_rows():
         assert [cell for cell in cells if cell.startswith("**")] == [highest]
 
 
+def test_what_it_needs():
+    """One thing taken away at a time: as the tables of `qhyer ablate` have it."""
+
+    def score(table: str, variant: str) -> str:
+        with open(ROOT / "results" / "ablations" / f"{table}.csv", newline="") as file:
+            (row,) = [row for row in csv.DictReader(file) if row["variant"] == variant]
+        return f"{float(row['mean']):.1f} ± {float(row['std']):.1f}"
+
+    asked = [
+        *[("q-estimator", "flow"), ("q-estimator", "none"), ("backbone", "hybrid-rtg"), ("tokenization", "no_goal")],
+        *[("context", "K=1"), ("backbone", "attention"), ("backbone", "mamba"), ("q-estimator", "cvae")],
+    ]
+    assert line_of("`fast`") == [score(f"{name}-cube-single-play-v0-fast", variant) for name, variant in asked]
+    variants = (
+        "best",
+        "no-q",
+        "one-gaussian",
+        "flow-alone",
+        "absolute-frame",
+        "whole-goal",
+        "near-goals",
+        "one-action",
+    )
+    assert line_of("`best`") == [score("without-puzzle-3x3-play-v0-best", variant) for variant in variants]
+
+
 TABLES = sorted((ROOT / "results" / "ablations").glob("**/*-v0-*.csv"))
 PAPER_TAU = {"cube-single-play-v0": 0.99, "cube-single-noisy-v0": 0.95}  # of the tables in the folder paper-tau
 PRECISION = {"fast": "bf16", "best": "bf16", "demo": "fp32"}  # on a GPU, on a CPU
@@ -125,7 +151,8 @@ def test_ablations_are_those_of_their_rows(table, tmp_path):
         section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
         (header,) = re.findall(r"^\| variant \|.*$", section, re.M)
         titles = cells_of(header)
-        kind = f"ours, {dataset.split('-')[-2]}"
+        whose = "paper's τ" if table.parent.name == "paper-tau" else "ours"
+        kind = f"{whose}, {dataset.split('-')[-2]}"
         column, missing = titles.index(kind if kind in titles else "ours"), "not run yet"
     for line in lines:
         (said,) = re.findall(rf"^\| {re.escape(line.variant)} \| (?!success %).*$", section, re.M)
