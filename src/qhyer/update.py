@@ -63,11 +63,13 @@ class Update:
             if not finite:
                 raise FloatingPointError  # before the weights are touched
             return
+        latest = torch.cat([value.flatten() for value in rows.values()])
         if self.healthy is None:  # on a GPU nobody looks until a line or a checkpoint is due
             self.healthy = torch.ones((), dtype=torch.bool, device=self.device)
-            self.rows = {name: value.clone() for name, value in rows.items()}
-        for name, value in rows.items():
-            torch.where(self.healthy, value, self.rows[name], out=self.rows[name])
+            self.kept = latest.clone()
+            parts = self.kept.split([value.numel() for value in rows.values()])
+            self.rows = {name: part.view_as(rows[name]) for name, part in zip(rows, parts)}
+        torch.where(self.healthy, latest, self.kept, out=self.kept)
         self.healthy.logical_and_(finite)
 
     def check(self) -> None:
@@ -90,16 +92,16 @@ class Update:
         loss.backward()
         distributed.average_gradients(p for parameters in self.parameters for p in parameters)
         norms = [gradient_norm(parameters, self.stage.grad_clip) for parameters in self.parameters]
-        metrics = {"loss": loss, **metrics}
-        means = distributed.mean(torch.stack([value.detach() for value in metrics.values()]).double())
-        values = torch.cat([means, torch.stack(norms).norm().double()[None]])
-        self._watch(drawn, torch.isfinite(values[0]) & torch.isfinite(values[-1]))
+        norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+        metrics = {"loss": loss, **metrics, "grad_norm": norm}
+        values = distributed.mean(torch.stack([value.detach() for value in metrics.values()]))
+        self._watch(drawn, (values[0] + values[-1]).abs() < torch.inf)  # nor is nan less
         for optimizer in self.stage.optimizers:
             optimizer.step()
         if self.stage.after_step is not None:
             self.stage.after_step()
         if self.sums is None:
-            self.names, self.sums = [*metrics, "grad_norm"], torch.zeros_like(values)
+            self.names, self.sums = list(metrics), torch.zeros_like(values, dtype=torch.float64)
         self.sums += values
 
     def __call__(self, step: int) -> None:

@@ -89,7 +89,13 @@ class Bilinear(nn.Module):
     def table(self, goals: Tensor, *inputs: Tensor) -> Tensor:
         """f(x_i, g_k) for every pair of the batch: (members, B, B)."""
         with torch.autocast(goals.device.type, enabled=False):
-            return self.phi(*inputs) @ self.psi(goals).mT * self.factor
+            return self.phi(*inputs) * self.factor @ self.psi(goals).mT
+
+
+def spread(v: Tensor) -> dict[str, Tensor]:
+    """Metrics of a value, of all members and samples: where it lies."""
+    low, high = v.detach().aminmax()
+    return {"value/mean": v.detach().mean(), "value/min": low, "value/max": high}
 
 
 # ------------------------------------------------------------------------------------------------ target networks
