@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -119,3 +120,68 @@ def test_no_graph_is_tried_where_none_is_asked_for(tiny_config, point_world, tmp
     monkeypatch.setattr(training, "capture_for", lambda *_: pytest.fail("asked for"))
     options = replace(CPU, graph=False)
     train("gcbc", "x", tiny_config("gcbc"), options, run=tmp_path, episodes=point_world, quiet=True)
+
+
+# ------------------------------------------------------------------------------------------------------- compiling
+
+SMALL = ("gcbc", "gcivl", "gciql", "qrl", "crl", "hiql", "nf_gcbc")
+
+
+def numbers(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "stage"} for line in lines]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_compiler_can_follow_the_small_agents(name, tiny_agent, point_world):
+    """Losses, to the end and without a break; the same values and gradients."""
+    agent = tiny_agent(name)
+    (stage,) = agent.stages()
+    batch = stage.sampler.build(point_world, torch.Generator().manual_seed(0)).sample(16)
+    parameters, found = [id(p) for p in agent.parameters()], []
+    for loss in (stage.loss, torch.compile(stage.loss, fullgraph=True, dynamic=False, backend="aot_eager")):
+        agent.zero_grad()
+        torch.manual_seed(0)
+        total, values = loss(batch)
+        total.backward()
+        found.append([total.detach(), *values.values(), *(p.grad for p in agent.parameters() if p.grad is not None)])
+    for value, followed in zip(*found, strict=True):
+        torch.testing.assert_close(followed, value)
+    assert [id(p) for p in agent.parameters()] == parameters  # networks that were frozen have theirs again
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs one for C++")
+@pytest.mark.parametrize(
+    "name", [name if name == "gcbc" else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
+)
+def test_a_compiled_update_is_the_eager_one(name, tiny_config, point_world, tmp_path, monkeypatch):
+    """Up to the order of sums, chance and all; whatever is captured has been compiled before."""
+    options = replace(CPU, log_every=1)
+    plain = train(name, "x", tiny_config(name), options, run=tmp_path / "plain", quiet=True, episodes=point_world)
+    monkeypatch.setattr(training, "capture_for", as_if_captured)
+    options = replace(options, compile=True)
+    run = train(name, "x", tiny_config(name), options, run=tmp_path / "run", quiet=True, episodes=point_world)
+    assert len(numbers(plain)) >= 10
+    for line, compiled in zip(numbers(plain), numbers(run), strict=True):
+        assert compiled == pytest.approx(line, rel=1e-5, abs=1e-6)
+    expected = [*["eager, compiled"] * 3, *["captured, compiled"] * (len(timings(run)) - 3)]
+    assert [line["update"] for line in timings(run)] == expected
+
+
+def test_a_loss_that_cannot_be_compiled_goes_on_without(tiny_config, point_world, tmp_path, monkeypatch, capsys):
+    """It reads a value back, and draws; the attempt leaves no trace."""
+    cls = agents.load("gcbc")
+    loss = cls.loss
+
+    def reads_back(self, batch):
+        total, metrics = loss(self, batch)
+        self.observation_mean.add_(1.0)  # a buffer that moves
+        return total + torch.rand(()) if float(total.detach()) > 0 else total, metrics
+
+    monkeypatch.setattr(cls, "loss", reads_back)
+    plain = train("gcbc", "x", tiny_config("gcbc"), CPU, run=tmp_path / "plain", quiet=True, episodes=point_world)
+    options = replace(CPU, compile=True)
+    run = train("gcbc", "x", tiny_config("gcbc"), options, run=tmp_path / "run", episodes=point_world)
+    assert_same(plain, run)
+    assert capsys.readouterr().out.count("could not be compiled, and goes on without: ") == 1
+    assert timings(run)[-1]["update"].startswith("eager, not compiled (")

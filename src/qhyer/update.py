@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from qhyer import distributed
-from qhyer.agent import Agent, Batch, Sampler, Stage
+from qhyer.agent import Agent, Batch, Metrics, Sampler, Stage
 from qhyer.lane import abandon, default_cuda_generator, keep
+
+Loss = Callable[[Batch], tuple[Tensor, Metrics]]
+COMPILED = 256  # configurations of an agent in one process, each with its own version of the compiled loss
 
 
 class Update:
@@ -36,13 +39,41 @@ class Update:
         if device.type == "cuda":
             for optimizer in filter(is_capturable, stage.optimizers):
                 _keep_on_device(optimizer, device)
-        self.path = "eager"
-        """how updates are run, and why not otherwise: written beside the seconds they take"""
+        self.launched, self.fused = "eager", ""
         self.names: list[str] = []
         self.sums: Tensor | None = None
         self.count = 0
         self.healthy: Tensor | None = None
         self.rows: Batch = {}
+
+    @property
+    def path(self) -> str:
+        """How updates are run, and why not otherwise: written beside the seconds they take."""
+        return ", ".join(filter(None, (self.launched, self.fused)))
+
+    def compile(self, generators: Sequence[torch.Generator], note: Callable[[str], None]) -> None:
+        """From now on the loss and its gradient are what torch's compiler makes of them: fewer kernels, fused.
+
+        It happens here and now, on a batch that leaves no trace, so that none of it ends up in a graph. A loss that
+        the compiler cannot follow to its end stays as it is, and `note` says so.
+        """
+        compiled = torch.compile(self.loss, fullgraph=True, dynamic=False, options={"fallback_random": True})
+        chance = [keep(generator) for generator in generators]
+        buffers = [buffer.clone() for buffer in self.agent.buffers()]  # running scales move with a loss
+        try:
+            # Seeds share what is compiled; configurations add versions to it, of which torch would refuse the ninth.
+            with torch._dynamo.config.patch(recompile_limit=COMPILED):
+                self._loss(compiled, distributed.share(self.sampler.sample(self.stage.batch_size)))[0].backward()
+            self.loss, self.fused = compiled, "compiled"
+        except Exception as error:
+            reason = _first_line(error)
+            self.fused = f"not compiled ({reason})"
+            note(f"the loss of stage {self.stage.name} could not be compiled, and goes on without: {reason}")
+        self.drop_gradients()
+        for buffer, before in zip(self.agent.buffers(), buffers):
+            buffer.copy_(before)
+        for put_back in chance:
+            put_back()
 
     def set_rates(self, step: int) -> None:
         if self.stage.schedule is None:
@@ -63,11 +94,13 @@ class Update:
             if not finite:
                 raise FloatingPointError  # before the weights are touched
             return
+        latest = torch.cat([value.flatten() for value in rows.values()])
         if self.healthy is None:  # on a GPU nobody looks until a line or a checkpoint is due
             self.healthy = torch.ones((), dtype=torch.bool, device=self.device)
-            self.rows = {name: value.clone() for name, value in rows.items()}
-        for name, value in rows.items():
-            torch.where(self.healthy, value, self.rows[name], out=self.rows[name])
+            self.kept = latest.clone()
+            parts = self.kept.split([value.numel() for value in rows.values()])
+            self.rows = {name: part.view_as(rows[name]) for name, part in zip(rows, parts)}
+        torch.where(self.healthy, latest, self.kept, out=self.kept)
         self.healthy.logical_and_(finite)
 
     def check(self) -> None:
@@ -79,27 +112,29 @@ class Update:
         for optimizer in self.stage.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
+    def _loss(self, loss: Loss, batch: Batch) -> tuple[Tensor, Metrics]:
+        # No cache of casts: one made under no_grad (the Q tokens) would cut the gradient of the same weights later.
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast, cache_enabled=False):
+            return loss(batch)
+
     def compute(self) -> None:
         """Sample, loss, backward, clip, step, metrics."""
         drawn = self.sampler.sample(self.stage.batch_size)
-        batch = distributed.share(drawn)
-        # No cache of casts: one made under no_grad (the Q tokens) would cut the gradient of the same weights later.
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast, cache_enabled=False):
-            loss, metrics = self.loss(batch)
+        loss, metrics = self._loss(self.loss, distributed.share(drawn))
         self.drop_gradients()
         loss.backward()
         distributed.average_gradients(p for parameters in self.parameters for p in parameters)
         norms = [gradient_norm(parameters, self.stage.grad_clip) for parameters in self.parameters]
-        metrics = {"loss": loss, **metrics}
-        means = distributed.mean(torch.stack([value.detach() for value in metrics.values()]).double())
-        values = torch.cat([means, torch.stack(norms).norm().double()[None]])
-        self._watch(drawn, torch.isfinite(values[0]) & torch.isfinite(values[-1]))
+        norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+        metrics = {"loss": loss, **metrics, "grad_norm": norm}
+        values = distributed.mean(torch.stack([value.detach() for value in metrics.values()]))
+        self._watch(drawn, (values[0] + values[-1]).abs() < torch.inf)  # nor is nan less
         for optimizer in self.stage.optimizers:
             optimizer.step()
         if self.stage.after_step is not None:
             self.stage.after_step()
         if self.sums is None:
-            self.names, self.sums = [*metrics, "grad_norm"], torch.zeros_like(values)
+            self.names, self.sums = list(metrics), torch.zeros_like(values, dtype=torch.float64)
         self.sums += values
 
     def __call__(self, step: int) -> None:
@@ -191,7 +226,7 @@ class GraphedUpdate(Update):
         self.drop_gradients()  # the graph has its own, in its own memory
         try:
             self.replay = self.capture(self.compute)
-            self.path = "captured"
+            self.launched = "captured"
         except Exception as error:
             vars(self).update(mine)
             self.drop_gradients()
@@ -201,7 +236,7 @@ class GraphedUpdate(Update):
             for put_back in generators:
                 put_back()
             reason = _first_cause(error)
-            self.path = f"eager ({reason})"
+            self.launched = f"eager ({reason})"
             self.note(f"stage {self.stage.name} could not be captured in a CUDA graph, and goes on without: {reason}")
 
 
@@ -209,6 +244,10 @@ def _first_cause(error: BaseException) -> str:
     """The first line of what went wrong first: a broken capture complains again when it is closed."""
     while error.__context__ is not None:
         error = error.__context__
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:200]
 

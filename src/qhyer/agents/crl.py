@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
@@ -72,7 +73,7 @@ class CRL(Agent):
         with torch.no_grad():
             mean, count = logits.mean(0), logits.shape[-1]
             positive = mean.diagonal().mean()
-            accuracy = (mean.argmax(1) == torch.arange(count, device=mean.device)).float().mean()
+            accuracy = (mean.argmax(1) == torch.arange(count, device=mean.device)).mean(dtype=mean.dtype)
             negative = (mean.sum() - count * positive) / max(1, count * (count - 1))
         metrics = {"loss": loss.detach(), "accuracy": accuracy, "positive": positive, "negative": negative}
         return loss, {f"{name}/{metric}": value for metric, value in metrics.items()}
@@ -94,7 +95,7 @@ class CRL(Agent):
             weight = awr_weight(advantage, self.config.alpha)
             loss = (weight * nll).mean()
             metrics = {"actor/advantage": advantage.mean(), "actor/weight": weight.mean()}
-        metrics |= {"actor/loss": loss, "actor/mse": (mean - a).square().mean()}
+        metrics |= {"actor/loss": loss, "actor/mse": F.mse_loss(mean.detach(), a)}
         return loss, {name: metric.detach() for name, metric in metrics.items()}
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:

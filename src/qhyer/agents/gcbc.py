@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
@@ -36,14 +37,13 @@ class GCBC(Agent):
         super().__init__(config, spec)
         # The mean layer starts near zero: flax variance scale 1e-2.
         self.actor = MLP(2 * spec.observation_dim, config.hidden, spec.action_dim, final_scale=1e-2)
-        self.optimizer = torch.optim.Adam(self.actor.parameters(), lr=config.learning_rate)
+        self.optimizer = torch.optim.Adam(self.actor.parameters(), lr=config.learning_rate, fused=True)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """-E[log pi(a | s, g)], a Gaussian of unit variance."""
         mean = self.actor(torch.cat([batch["observations"], batch["goals"]], dim=-1))
         loss = gaussian_nll(mean, batch["actions"]).mean()
-        error = (mean - batch["actions"]).square().mean()
-        return loss, {"actor/bc": loss.detach(), "actor/mse": error.detach()}
+        return loss, {"actor/bc": loss.detach(), "actor/mse": F.mse_loss(mean.detach(), batch["actions"])}
 
     def stages(self) -> tuple[Stage, ...]:
         sampler = TransitionSamplerConfig(p_trajectory=1.0, discount=self.config.discount)

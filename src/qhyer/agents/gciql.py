@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
@@ -21,7 +22,7 @@ from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
 from qhyer.errors import require
 from qhyer.losses import awr_weight, ddpg_bc, expectile, gaussian_nll, mse
 from qhyer.nn.mlp import MLP
-from qhyer.nn.values import Value, follow, frozen, target_of
+from qhyer.nn.values import Value, follow, frozen, spread, target_of
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,7 @@ class GCIQL(Agent):
             q = self.target_critic(s, g, batch["actions"]).amin(0)  # (B,)
         v = self.value(s, g).squeeze(0)  # (B,)
         loss = expectile(q - v, self.config.expectile).mean()
-        metrics = {"value/loss": loss, "value/mean": v.mean(), "value/min": v.min(), "value/max": v.max()}
-        return loss, {name: metric.detach() for name, metric in metrics.items()}
+        return loss, {"value/loss": loss.detach(), **spread(v)}
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Sum over j of E[(r + gamma V(s', g) - Q_j(s, a, g))^2]; V is the online one, and gets no gradient."""
@@ -111,7 +111,7 @@ class GCIQL(Agent):
             weight = awr_weight(advantage, self.config.alpha)
             loss = (weight * nll).mean()
             metrics = {"actor/advantage": advantage.mean(), "actor/weight": weight.mean()}
-        metrics |= {"actor/loss": loss, "actor/mse": (mean - a).square().mean()}
+        metrics |= {"actor/loss": loss, "actor/mse": F.mse_loss(mean.detach(), a)}
         return loss, {name: metric.detach() for name, metric in metrics.items()}
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:

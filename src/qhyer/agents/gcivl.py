@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
@@ -20,7 +21,7 @@ from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
 from qhyer.errors import require
 from qhyer.losses import awr_weight, expectile_by, gaussian_nll
 from qhyer.nn.mlp import MLP
-from qhyer.nn.values import Value, follow, target_of
+from qhyer.nn.values import Value, follow, spread, target_of
 
 
 @dataclass(frozen=True)
@@ -82,21 +83,21 @@ class GCIVL(Agent):
             advantage = q.amin(0) - target.mean(0)  # (B,); the least q is that of the least V'(s', g)
         v = self.value(s, g)  # (2, B)
         loss = expectile_by(advantage, q - v, self.config.expectile).sum(0).mean()
-        metrics = {"value/loss": loss, "value/mean": v.mean(), "value/min": v.min(), "value/max": v.max()}
-        return loss, {name: metric.detach() for name, metric in metrics.items()}
+        return loss, {"value/loss": loss.detach(), **spread(v)}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Advantage-weighted regression: -E[min(exp(alpha A), 100) log pi(a | s, g)], A = V(s', g) - V(s, g)."""
         s, next_s, g = batch["observations"], batch["next_observations"], batch["actor_goals"]
         with torch.no_grad():
             v, next_v = self.value(torch.cat([s, next_s]), torch.cat([g, g])).mean(0).chunk(2)  # (B,)
-        weight = awr_weight(next_v - v, self.config.alpha)
+            advantage = next_v - v
+        weight = awr_weight(advantage, self.config.alpha)
         mean = self.actor(torch.cat([s, g], dim=-1))
         loss = (weight * gaussian_nll(mean, batch["actions"])).mean()
         metrics = {
             "actor/loss": loss.detach(),
-            "actor/mse": (mean.detach() - batch["actions"]).square().mean(),
-            "actor/advantage": (next_v - v).mean(),
+            "actor/mse": F.mse_loss(mean.detach(), batch["actions"]),
+            "actor/advantage": advantage.mean(),
             "actor/weight": weight.mean(),
         }
         return loss, metrics

@@ -13,9 +13,11 @@ index arithmetic leaves it out).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
@@ -24,7 +26,7 @@ from qhyer.errors import require
 from qhyer.losses import awr_weight, expectile_by, gaussian_nll
 from qhyer.nn.mlp import MLP
 from qhyer.nn.representations import GoalRepresentation, to_sphere
-from qhyer.nn.values import Value, follow, target_of
+from qhyer.nn.values import Value, follow, spread, target_of
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,21 @@ class HIQLConfig(AgentConfig):
         require(self.value_p_current + self.value_p_random <= 1.0, "the value's chances of goals exceed one")
 
 
+class Seen(NamedTuple):
+    """What the losses read off phi and V without a gradient."""
+
+    z_next: Tensor
+    """phi([s'; g]) (B, d_z), g the value's goal"""
+    z_low: Tensor
+    """phi([s; w]) (B, d_z), w the low actor's goal"""
+    z_high: Tensor
+    """phi([s; w]) (B, d_z), w the high actor's target"""
+    low_advantage: Tensor
+    """V(s', w) - V(s, w) (B,), the mean of both heads: what the action is worth on the way to w"""
+    high_advantage: Tensor
+    """V(w, g) - V(s, g) (B,): what going to w is worth on the way to g"""
+
+
 class HIQL(Agent):
     Config = HIQLConfig
     training_only = ("phi.", "value.", "target_value.")  # phi, too: the high actor has learnt to name its values
@@ -86,9 +103,24 @@ class HIQL(Agent):
         self.target_value = target_of(self.value)
         follow(self.optimizer, self.target_value, self.value, config.target_rate)
 
+    @torch.no_grad()
+    def look(self, batch: Batch) -> Seen:
+        """One call of phi for all pairs, and one of V: networks so small take little longer over six batches than one.
+
+        The pairs are [s'; g], [s; w] for both w, and those whose values are compared; [s; w] of the low actor is both.
+        """
+        s, s_next, g = batch["observations"], batch["next_observations"], batch["value_goals"]
+        low, high, far = batch["low_actor_goals"], batch["high_actor_targets"], batch["high_actor_goals"]
+        states, goals = torch.cat([s_next, s, s_next, s, high, s]), torch.cat([g, high, low, low, far, far])
+        z = self.phi(states, goals)  # (6 B, d_z)
+        z_next, z_high, _, z_low, _, _ = z.chunk(6)
+        first = 2 * len(s)  # of the pairs that are compared
+        low_after, low_before, high_after, high_before = self.value(states[first:], z[first:]).mean(0).chunk(4)
+        return Seen(z_next, z_low, z_high, low_after - low_before, high_after - high_before)
+
     # --------------------------------------------------------------------------------------------- the value
 
-    def value_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def value_loss(self, batch: Batch, seen: Seen) -> tuple[Tensor, Metrics]:
         """Expectile regression of V(s, g) on r + gamma V(s', g), the action being whatever the data did.
 
         Its maximum over actions is one over outcomes, too: exact where the world is deterministic. Where an outcome
@@ -97,59 +129,48 @@ class HIQL(Agent):
         s, s_next, g = batch["observations"], batch["next_observations"], batch["value_goals"]
         z = self.phi(s, g)  # (B, d_z)
         with torch.no_grad():
-            z_next = self.phi(s_next, g)
-            v_next, v_here = self.target_value(torch.cat([s_next, s]), torch.cat([z_next, z])).chunk(2, dim=1)  # (2, B)
+            pairs = torch.cat([s_next, s]), torch.cat([seen.z_next, z])
+            v_next, v_here = self.target_value(*pairs).chunk(2, dim=1)  # (2, B)
             q = batch["rewards"] + self.config.discount * batch["masks"] * v_next  # (2, B)
             advantage = q.amin(0) - v_here.mean(0)  # (B,); the least q is that of the lesser value
         v = self.value(s, z)  # (2, B)
         loss = expectile_by(advantage, q - v, self.config.expectile).sum(0).mean()
-        metrics = {"value/loss": loss, "value/mean": v.mean(), "value/min": v.min(), "value/max": v.max()}
-        return loss, {name: metric.detach() for name, metric in metrics.items()}
-
-    @torch.no_grad()
-    def gain(self, start: Tensor, end: Tensor, goals: Tensor) -> Tensor:
-        """V(end, g) - V(start, g), the mean of both heads (B,): what going there is worth."""
-        states = torch.cat([end, start])
-        after, before = self.value(states, self.phi(states, torch.cat([goals, goals]))).mean(0).chunk(2)
-        return after - before
+        return loss, {"value/loss": loss.detach(), **spread(v)}
 
     # -------------------------------------------------------------------------------------------- the actors
 
-    def low_actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def low_actor_loss(self, batch: Batch, seen: Seen) -> tuple[Tensor, Metrics]:
         """-E[exp(alpha A) log pi_l(a | s, phi([s; w]))], A = V(s', w) - V(s, w), w the state k steps ahead."""
-        s, w = batch["observations"], batch["low_actor_goals"]
-        advantage = self.gain(s, batch["next_observations"], w)  # (B,)
-        z = self.phi(s, w)  # (B, d_z)
-        mean = self.low_actor(torch.cat([s, z if self.config.low_actor_rep_grad else z.detach()], dim=-1))
-        weight = awr_weight(advantage, self.config.alpha_low)
-        loss = (weight * gaussian_nll(mean, batch["actions"])).mean()
+        s, w, a = batch["observations"], batch["low_actor_goals"], batch["actions"]
+        z = self.phi(s, w) if self.config.low_actor_rep_grad else seen.z_low  # (B, d_z)
+        mean = self.low_actor(torch.cat([s, z], dim=-1))
+        weight = awr_weight(seen.low_advantage, self.config.alpha_low)
+        loss = (weight * gaussian_nll(mean, a)).mean()
         return loss, {
             "low_actor/loss": loss.detach(),
-            "low_actor/mse": (mean.detach() - batch["actions"]).square().mean(),
-            "low_actor/advantage": advantage.mean(),
+            "low_actor/mse": F.mse_loss(mean.detach(), a),
+            "low_actor/advantage": seen.low_advantage.mean(),
             "low_actor/weight": weight.mean(),
         }
 
-    def high_actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def high_actor_loss(self, batch: Batch, seen: Seen) -> tuple[Tensor, Metrics]:
         """-E[exp(alpha A) log pi_h(phi([s; w]) | s, g)], A = V(w, g) - V(s, g), w k steps ahead or g if nearer."""
-        s, w, g = batch["observations"], batch["high_actor_targets"], batch["high_actor_goals"]
-        advantage = self.gain(s, w, g)  # (B,)
-        target = self.phi(s, w).detach()  # (B, d_z)
-        mean = self.high_actor(torch.cat([s, g], dim=-1))
-        weight = awr_weight(advantage, self.config.alpha_high)
-        loss = (weight * gaussian_nll(mean, target)).mean()
+        mean = self.high_actor(torch.cat([batch["observations"], batch["high_actor_goals"]], dim=-1))
+        weight = awr_weight(seen.high_advantage, self.config.alpha_high)
+        loss = (weight * gaussian_nll(mean, seen.z_high)).mean()
         return loss, {
             "high_actor/loss": loss.detach(),
-            "high_actor/mse": (mean.detach() - target).square().mean(),
-            "high_actor/advantage": advantage.mean(),
+            "high_actor/mse": F.mse_loss(mean.detach(), seen.z_high),
+            "high_actor/advantage": seen.high_advantage.mean(),
             "high_actor/weight": weight.mean(),
         }
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """All three at once, on the same transitions; each has its own parameters."""
-        value, value_metrics = self.value_loss(batch)
-        low, low_metrics = self.low_actor_loss(batch)
-        high, high_metrics = self.high_actor_loss(batch)
+        seen = self.look(batch)
+        value, value_metrics = self.value_loss(batch, seen)
+        low, low_metrics = self.low_actor_loss(batch, seen)
+        high, high_metrics = self.high_actor_loss(batch, seen)
         return value + low + high, value_metrics | low_metrics | high_metrics
 
     def stages(self) -> tuple[Stage, ...]:

@@ -96,7 +96,7 @@ class NFGCBC(Agent):
         # The flow itself stays in full precision: log-densities are differences of large numbers.
         with torch.autocast(actions.device.type, enabled=False):
             z, log_det = self.flow(actions.float(), context)  # (B, d_a), (B,)
-        loss = (gaussian_nll(torch.zeros_like(z), z) - log_det).mean()
+        loss = (gaussian_nll(z, torch.zeros_like(z)) - log_det).mean()
         return loss, {"actor/nll": loss.detach(), "actor/latent_square": z.detach().square().mean()}
 
     def stages(self) -> tuple[Stage, ...]:

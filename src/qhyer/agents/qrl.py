@@ -96,7 +96,8 @@ class QRL(Agent):
         The distance is maximised through 100 softplus(5 - d / 100), which levels off. lambda ascends: its own term
         has the opposite sign of the constraint's, and each is a constant to the other.
         """
-        apart, step = self.metric.distance(z, goal_z), self.metric.distance(z, next_z)  # (B,)
+        there = torch.stack([goal_z, next_z])
+        apart, step = self.metric.distance(z.expand_as(there), there)  # (B,)
         push = (SOFTNESS * F.softplus((REACH - apart) / SOFTNESS)).mean()
         excess = F.relu(step - 1.0).square().mean()
         dual = self.log_dual.exp()
@@ -114,7 +115,7 @@ class QRL(Agent):
     def dynamics_loss(self, z: Tensor, next_z: Tensor, actions: Tensor) -> tuple[Tensor, Metrics]:
         """E[d(phi(s'), phi^) + d(phi^, phi(s'))] / 2 for the predicted phi^; phi learns from it too."""
         predicted = self.predict(z, actions)
-        loss = (self.metric.distance(next_z, predicted) + self.metric.distance(predicted, next_z)).mean() / 2
+        loss = self.metric.distance(torch.stack([next_z, predicted]), torch.stack([predicted, next_z])).mean()
         return loss, {"dynamics/loss": loss.detach()}
 
     def actor_loss(self, batch: Batch, z: Tensor) -> tuple[Tensor, Metrics]:
@@ -137,7 +138,7 @@ class QRL(Agent):
             weight = awr_weight(advantage, self.config.alpha)
             loss = (weight * nll).mean()
             metrics = {"actor/advantage": advantage.mean(), "actor/weight": weight.mean()}
-        metrics |= {"actor/loss": loss, "actor/mse": (mean - a).square().mean()}
+        metrics |= {"actor/loss": loss, "actor/mse": F.mse_loss(mean.detach(), a)}
         return loss, {name: metric.detach() for name, metric in metrics.items()}
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:

@@ -29,6 +29,7 @@ def compare(
     threads: int,
     seconds: float,
     out: Path | None,
+    compile: bool = False,
 ) -> int:
     """One row for each name -> (agent, its configuration), on made-up data in the sizes of a dataset."""
     common.check_out(out, bench)
@@ -45,7 +46,7 @@ def compare(
         for name, (agent, config) in configs.items():
 
             def make(agent: str = agent, config: AgentConfig = config, **options: Any) -> Training:
-                return Training(agent, config, episodes, precision, **options)
+                return Training(agent, config, episodes, precision, **{"compile": compile, **options})
 
             row = measure_updates(make, 1, seconds, ceilings, place)
             parameters = sum(p.numel() for p in runs.build_agent(agent, config, episodes.spec(), 0).parameters())
@@ -77,6 +78,7 @@ def every_agent(
     device: str = "auto",
     threads: int = 1,
     seconds: float = 3.0,
+    compile: bool = False,
     out: Path | None = None,
 ) -> int:
     """Measure one update of each agent, at its preset's sizes and batch; no dataset is needed.
@@ -89,9 +91,10 @@ def every_agent(
         device: cpu, cuda, or auto
         threads: threads of torch
         seconds: how long to measure each row
+        compile: with losses fused by torch's compiler, as `qhyer train --compile` has them; eager and plain are without
         out: a JSON file to write
     """
     name = registry.get(dataset).name
     wanted: Sequence[str] = names or agents.names()
     configs = {agent: (agent, presets.resolve(agent, preset, name)[0]) for agent in wanted}
-    return compare("agents", configs, dataset, precision, device, threads, seconds, out)
+    return compare("agents", configs, dataset, precision, device, threads, seconds, out, compile)

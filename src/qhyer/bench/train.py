@@ -55,6 +55,7 @@ class Training:
         *,
         seed: int = 0,
         graph: bool = True,
+        compile: bool = False,
         plain: bool = False,
     ) -> None:
         device = episodes.device
@@ -62,9 +63,11 @@ class Training:
         self.step = 0
         self.agent = runs.build_agent(agent, config, episodes.spec(), seed).to(device).train()
         stage = max(self.agent.stages(), key=lambda stage: stage.steps)
-        self.begin(stage, episodes, precision, graph, stream_seed(seed, "train"), stream_seed(seed, "data"))
+        self.begin(stage, episodes, precision, graph, stream_seed(seed, "train"), stream_seed(seed, "data"), compile)
 
-    def begin(self, stage: Stage, episodes: Episodes, precision: str, graph: bool, lane: int, data: int) -> None:
+    def begin(
+        self, stage: Stage, episodes: Episodes, precision: str, graph: bool, lane: int, data: int, compile: bool = False
+    ) -> None:
         """Makes the update of this stage, captured where it can be; `lane` and `data` seed its streams of chance."""
         device = episodes.device
         self.lane = Lane(device, lane)
@@ -72,13 +75,15 @@ class Training:
         with self.lane.turn():
             sampler = stage.sampler.build(episodes, generator)
             capture = capture_for(device, generator) if graph else None
+            generators = random_generators(generator, device)
             if capture is not None and all(map(is_capturable, stage.optimizers)):
-                generators = random_generators(generator, device)
                 self.update: Update = GraphedUpdate(
                     self.agent, stage, sampler, precision, device, capture, generators, common.note
                 )
             else:
                 self.update = Update(self.agent, stage, sampler, precision, device)
+            if compile:
+                self.update.compile(generators, common.note)
 
     def __call__(self) -> None:
         with common.plain_operations() if self.plain else contextlib.nullcontext(), self.lane.turn():
@@ -94,7 +99,7 @@ class Training:
             batch = update.sampler.sample(update.stage.batch_size)
             kind = update.device.type
             with torch.autocast(kind, dtype=torch.bfloat16, enabled=update.autocast, cache_enabled=False):
-                loss, _ = update.loss(batch)
+                loss, _ = update.stage.loss(batch)
             loss.backward()
 
         with common.plain_operations(), self.lane.turn():
@@ -141,7 +146,7 @@ def time_updates(
 
 
 Make = Callable[..., Training]
-"""Training with everything given but seed, graph and plain"""
+"""Training with everything given but seed, graph, compile and plain"""
 
 
 def measure_updates(make: Make, seeds: int, seconds: float, ceilings: Ceilings, device: torch.device) -> BenchRow:
@@ -165,7 +170,7 @@ def measure_updates(make: Make, seeds: int, seconds: float, ceilings: Ceilings, 
     if seeds > 1:
         rivals["one"] = (together[:1], block)
     elif cuda:
-        options = {"eager": {"graph": False}, "plain": {"graph": False, "plain": True}}
+        options = {name: {"graph": False, "compile": False, "plain": name == "plain"} for name in ("eager", "plain")}
         if scan.kernels(torch.empty(0, device=device)) is None:
             del options["plain"]
         for name, option in options.items():

@@ -29,7 +29,7 @@ def geometric_steps(generator: torch.Generator, shape: tuple[int, ...], discount
     if discount <= 0.0:
         return torch.ones(shape, dtype=torch.long, device=generator.device)
     u = 1.0 - uniform(generator, shape)  # (0, 1]
-    return torch.floor(torch.log(u) / math.log(discount)).long() + 1
+    return (torch.log(u) / math.log(discount)).long() + 1  # never negative, so that cutting off is rounding down
 
 
 def geometric_future(generator: torch.Generator, episodes: Episodes, rows: Tensor, discount: float) -> Tensor:

@@ -76,8 +76,14 @@ class GoalLaw:
 
 def _reward(rows: Tensor, goal_rows: Tensor, negative: bool) -> dict[str, Tensor]:
     """A goal is reached where it is the very row: reward 0 there and -1 elsewhere (or 1 and 0), and nothing follows."""
-    reached = (rows == goal_rows).float()
-    return {"rewards": reached - 1.0 if negative else reached, "masks": 1.0 - reached}
+    away = (rows != goal_rows).float()
+    return {"rewards": -away if negative else 1.0 - away, "masks": away}
+
+
+def _gather(table: Tensor, **rows: Tensor) -> dict[str, Tensor]:
+    """The table's rows (B, d) under each name, copied at once: on a GPU a copy so small takes as long as all."""
+    found = table.index_select(0, torch.cat(list(rows.values())))
+    return dict(zip(rows, found.chunk(len(rows))))
 
 
 @dataclass(frozen=True)
@@ -106,11 +112,14 @@ class ValueActorSampler:
             "rows": rows,
             "value_goal_rows": value_rows,
             "actor_goal_rows": actor_rows,
-            "observations": data.observations[rows],  # (B, d_s)
             "actions": data.actions[rows],  # (B, d_a)
-            "next_observations": data.observations[rows + 1],  # (B, d_s)
-            "value_goals": data.observations[value_rows],  # (B, d_s)
-            "actor_goals": data.observations[actor_rows],  # (B, d_s)
+            **_gather(
+                data.observations,  # (B, d_s) each
+                observations=rows,
+                next_observations=rows + 1,
+                value_goals=value_rows,
+                actor_goals=actor_rows,
+            ),
             **_reward(rows, value_rows, self.config.negative),  # (B,), (B,)
         }
 
@@ -155,13 +164,16 @@ class HierarchicalSampler:
             "low_actor_goal_rows": low_rows,
             "high_actor_goal_rows": high_rows,
             "high_actor_target_rows": target_rows,
-            "observations": data.observations[rows],  # (B, d_s)
             "actions": data.actions[rows],  # (B, d_a)
-            "next_observations": data.observations[rows + 1],  # (B, d_s)
-            "value_goals": data.observations[value_rows],  # (B, d_s)
-            "low_actor_goals": data.observations[low_rows],  # (B, d_s)
-            "high_actor_goals": data.observations[high_rows],  # (B, d_s)
-            "high_actor_targets": data.observations[target_rows],  # (B, d_s)
+            **_gather(
+                data.observations,  # (B, d_s) each
+                observations=rows,
+                next_observations=rows + 1,
+                value_goals=value_rows,
+                low_actor_goals=low_rows,
+                high_actor_goals=high_rows,
+                high_actor_targets=target_rows,
+            ),
             **_reward(rows, value_rows, config.negative),  # (B,), (B,)
         }
 

@@ -72,8 +72,7 @@ class IQE(Quasimetric):
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             groups = union_length(x.unflatten(-1, (-1, self.intervals)), y.unflatten(-1, (-1, self.intervals)))
-            rho = torch.sigmoid(self.mix)
-            return rho * groups.mean(-1) + (1.0 - rho) * groups.amax(-1)
+            return torch.lerp(groups.amax(-1), groups.mean(-1), torch.sigmoid(self.mix))
 
 
 class MRN(Quasimetric):

@@ -17,11 +17,11 @@ FLOOR = 1e-6
 def to_sphere(x: Tensor) -> Tensor:
     """Each vector (..., d) scaled to length sqrt(d): its entries have a mean square of one.
 
-    Nothing has no direction: zero stays zero and passes no gradient. It does occur, where a state of zeros is its own
-    goal and no bias has moved yet, and 0 / 0 would spoil every weight.
+    Nothing has no direction: zero stays zero and passes no gradient, as if it were infinitely long. It does occur,
+    where a state of zeros is its own goal and no bias has moved yet, and 0 / 0 would spoil every weight.
     """
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return F.normalize(torch.where(length > FLOOR, x, x.detach()), dim=-1, eps=FLOOR) * math.sqrt(x.shape[-1])
+    length = F.threshold(torch.linalg.vector_norm(x, dim=-1, keepdim=True), FLOOR, torch.inf)
+    return x / length * math.sqrt(x.shape[-1])
 
 
 class GoalRepresentation(nn.Module):

@@ -39,6 +39,15 @@ def _load_kernels(device: torch.device, current: bool) -> ModuleType | None:
         return None
 
 
+def _known_kernels(device: torch.device, current: bool) -> ModuleType | None:
+    """The same to torch.compile, which would look past the cache and into the import."""
+    return _load_kernels(device, current)
+
+
+# What torch.compiler.assume_constant_result does, which would import the whole compiler here.
+_known_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def kernels(x: Tensor) -> ModuleType | None:
     """The Triton kernels where they can serve this tensor, else None.
 
@@ -47,7 +56,7 @@ def kernels(x: Tensor) -> ModuleType | None:
     use = os.environ.get("QHYER_TRITON", "1")
     if x.dtype == torch.float64 or use == "0" or not (x.is_cuda or use == "interpret"):
         return None
-    return _load_kernels(x.device, not x.is_cuda or x.device.index == torch.cuda.current_device())
+    return _known_kernels(x.device, not x.is_cuda or x.device.index == torch.cuda.current_device())
 
 
 def _full(*tensors: Tensor) -> list[Tensor]:

@@ -89,7 +89,13 @@ class Bilinear(nn.Module):
     def table(self, goals: Tensor, *inputs: Tensor) -> Tensor:
         """f(x_i, g_k) for every pair of the batch: (members, B, B)."""
         with torch.autocast(goals.device.type, enabled=False):
-            return self.phi(*inputs) @ self.psi(goals).mT * self.factor
+            return self.phi(*inputs) * self.factor @ self.psi(goals).mT
+
+
+def spread(v: Tensor) -> dict[str, Tensor]:
+    """Metrics of a value, of all members and samples: where it lies."""
+    low, high = v.detach().aminmax()
+    return {"value/mean": v.detach().mean(), "value/min": low, "value/max": high}
 
 
 # ------------------------------------------------------------------------------------------------ target networks
@@ -118,12 +124,16 @@ def follow(optimizer: torch.optim.Optimizer, target: nn.Module, network: nn.Modu
 
 @contextlib.contextmanager
 def frozen(*networks: nn.Module) -> Iterator[None]:
-    """Inside, gradients pass through these networks and not into them: an actor climbs a critic and leaves it be."""
-    parameters = [p for network in networks for p in network.parameters() if p.requires_grad]
-    for parameter in parameters:
-        parameter.requires_grad_(False)
+    """Inside, gradients pass through these networks and not into them: an actor climbs a critic and leaves it be.
+
+    Their parameters are replaced by detached ones, not switched with requires_grad_: torch.compile can follow that.
+    """
+    modules = [module for network in networks for module in network.modules()]
+    parameters = [(module, dict(module._parameters)) for module in modules]
+    for module, own in parameters:
+        module._parameters.update({name: p if p is None else p.detach() for name, p in own.items()})  # type: ignore[misc]
     try:
         yield
     finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
+        for module, own in parameters:
+            module._parameters.update(own)
