@@ -510,7 +510,7 @@ class _Loop:
         fixed = [type(optimizer).__name__ for optimizer in stage.optimizers if not is_capturable(optimizer)]
         arguments = (self.agent, stage, sampler, self.config.precision, self.device)
         if capture is not None and not fixed:
-            generators = random_generators(self.generator, self.device)
+            generators = random_generators(self.device, self.generator)
             update: Update = GraphedUpdate(*arguments, capture, generators, self._note)
         else:
             update = Update(*arguments)

@@ -58,16 +58,17 @@ class Update:
     def _watch(self, batch: Batch, finite: Tensor) -> None:
         """Remembers the rows of the first batch whose loss or gradient is not finite (of the latest while all are)."""
         rows = {name: value for name, value in batch.items() if not value.is_floating_point()}
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not finite.dim():
             self.rows = rows
             if not finite:
                 raise FloatingPointError  # before the weights are touched
             return
         if self.healthy is None:  # on a GPU nobody looks until a line or a checkpoint is due
-            self.healthy = torch.ones((), dtype=torch.bool, device=self.device)
+            self.healthy = torch.ones_like(finite)
             self.rows = {name: value.clone() for name, value in rows.items()}
         for name, value in rows.items():
-            torch.where(self.healthy, value, self.rows[name], out=self.rows[name])
+            healthy = self.healthy.view(self.healthy.shape + (1,) * (value.dim() - self.healthy.dim()))
+            torch.where(healthy, value, self.rows[name], out=self.rows[name])
         self.healthy.logical_and_(finite)
 
     def check(self) -> None:
@@ -87,13 +88,16 @@ class Update:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast, cache_enabled=False):
             loss, metrics = self.loss(batch)
         self.drop_gradients()
-        loss.backward()
+        loss.backward(torch.ones_like(loss))
         distributed.average_gradients(p for parameters in self.parameters for p in parameters)
-        norms = [gradient_norm(parameters, self.stage.grad_clip) for parameters in self.parameters]
+        if loss.dim():
+            norms = [gradient_norms(parameters) for parameters in self.parameters]
+        else:
+            norms = [gradient_norm(parameters, self.stage.grad_clip) for parameters in self.parameters]
         metrics = {"loss": loss, **metrics}
-        means = distributed.mean(torch.stack([value.detach() for value in metrics.values()]).double())
-        values = torch.cat([means, torch.stack(norms).norm().double()[None]])
-        self._watch(drawn, torch.isfinite(values[0]) & torch.isfinite(values[-1]))
+        means = distributed.mean(torch.stack([value.detach() for value in metrics.values()], dim=-1).double())
+        values = torch.cat([means, torch.stack(norms).norm(dim=0).double()[..., None]], dim=-1)  # (M,) or (S, M)
+        self._watch(drawn, torch.isfinite(values[..., 0]) & torch.isfinite(values[..., -1]))
         for optimizer in self.stage.optimizers:
             optimizer.step()
         if self.stage.after_step is not None:
@@ -122,6 +126,12 @@ def gradient_norm(parameters: Sequence[torch.nn.Parameter], clip: float | None) 
     if clip is not None:
         return torch.nn.utils.clip_grad_norm_(parameters, clip)
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def gradient_norms(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+    """The same for each of the seeds that are the parameters' first axis (S,), without clipping."""
+    rows = [row for p in parameters if p.grad is not None for row in p.grad.unbind()]
+    return torch.stack(torch._foreach_norm(rows)).view(-1, len(parameters[0])).norm(dim=0)
 
 
 def is_capturable(optimizer: torch.optim.Optimizer) -> bool:
@@ -213,25 +223,26 @@ def _first_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
-def random_generators(sampler: torch.Generator, device: torch.device) -> list[torch.Generator]:
+def random_generators(device: torch.device, *samplers: torch.Generator) -> list[torch.Generator]:
     """All that an update may draw from."""
-    return [sampler, torch.default_generator, *([default_cuda_generator(device)] if device.type == "cuda" else [])]
+    return [*samplers, torch.default_generator, *([default_cuda_generator(device)] if device.type == "cuda" else [])]
 
 
-def capture_for(device: torch.device, sampler: torch.Generator) -> Capture | None:
+def capture_for(device: torch.device, *samplers: torch.Generator) -> Capture | None:
     """What captures on this device, if anything does."""
-    return CudaCapture(device, sampler) if device.type == "cuda" else None
+    return CudaCapture(device, *samplers) if device.type == "cuda" else None
 
 
 class CudaCapture:
     """Records on the current stream, which must not be the default one."""
 
-    def __init__(self, device: torch.device, sampler: torch.Generator) -> None:
-        self.device, self.sampler = device, sampler
+    def __init__(self, device: torch.device, *samplers: torch.Generator) -> None:
+        self.device, self.samplers = device, samplers
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.sampler)  # torch's own generator is there already
+        for sampler in self.samplers:
+            graph.register_generator_state(sampler)  # torch's own generator is there already
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream(self.device)
         mode = "thread_local" if distributed.active() else "global"  # NCCL looks after its sums from another thread

@@ -73,7 +73,7 @@ class Training:
             sampler = stage.sampler.build(episodes, generator)
             capture = capture_for(device, generator) if graph else None
             if capture is not None and all(map(is_capturable, stage.optimizers)):
-                generators = random_generators(generator, device)
+                generators = random_generators(device, generator)
                 self.update: Update = GraphedUpdate(
                     self.agent, stage, sampler, precision, device, capture, generators, common.note
                 )

@@ -119,11 +119,13 @@ def follow(optimizer: torch.optim.Optimizer, target: nn.Module, network: nn.Modu
 @contextlib.contextmanager
 def frozen(*networks: nn.Module) -> Iterator[None]:
     """Inside, gradients pass through these networks and not into them: an actor climbs a critic and leaves it be."""
-    parameters = [p for network in networks for p in network.parameters() if p.requires_grad]
-    for parameter in parameters:
-        parameter.requires_grad_(False)
+    # Detached stand-ins rather than a mark on the parameters: under vmap (stack.py) those are not leaves.
+    places = [module._parameters for network in networks for module in network.modules()]
+    kept = [dict(place) for place in places]
     try:
+        for place in places:
+            place.update({name: p.detach() for name, p in place.items() if p is not None})  # type: ignore[misc]
         yield
     finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
+        for place, before in zip(places, kept):
+            place.update(before)
