@@ -16,7 +16,7 @@ from qhyer.data import registry
 from qhyer.data.goals import Several
 from qhyer.lane import Lane
 from qhyer.rng import stream_seed
-from qhyer.stack import stacked_stage
+from qhyer.stack import stacked
 from qhyer.train import torch_settings
 from qhyer.update import GraphedUpdate, Update, capture_for, random_generators
 
@@ -30,9 +30,8 @@ class Stack(Training):
         device = episodes.device
         self.plain, self.step = False, 0
         own = [runs.build_agent(agent, config, episodes.spec(), seed).to(device).train() for seed in seeds]
-        self.agent = runs.build_agent(agent, config, episodes.spec(), 0).to(device).train()
         self.own = own
-        stage = stacked_stage(self.agent, own)
+        self.agent, stage = stacked(own)
         self.lane = Lane(device, 0)
         drawing = [torch.Generator(device).manual_seed(stream_seed(seed, "data")) for seed in seeds]
         sampler = stage.sampler.build(episodes, Several(drawing))
@@ -73,8 +72,10 @@ def main() -> None:
     registered = registry.get("cube-single-play")
     episodes = common.made_up_episodes(registered, 100, device)
     with torch_settings(1, options.precision, options.device):
-        print(f"{'agent':8} {'S':>2} | {'stacked ms':>10} {'per seed':>9} {'kernels':>8} {'busy ms':>8} | "
-              f"{'streams ms':>10} {'per seed':>9} {'kernels':>8} | {'gain':>5} {'loss diff':>9}  path")
+        print(
+            f"{'agent':8} {'S':>2} | {'stacked ms':>10} {'per seed':>9} {'kernels':>8} {'busy ms':>8} | "
+            f"{'streams ms':>10} {'per seed':>9} {'kernels':>8} | {'gain':>5} {'loss diff':>9}  path"
+        )
         profiles = []
         for name in options.agents:
             config, _ = presets.resolve(name, "paper", registered.name)
@@ -105,9 +106,12 @@ def main() -> None:
                 launch([apart], UPDATES)
                 found = profile_updates(stack, 5, device)
                 counts = found["count"], found["busy_us"] / 1e3, size * profile_updates(apart, 5, device)["count"]
-            print(f"{name:8} {size:2} | {ours:10.3f} {ours / size:9.3f} {counts[0]:8.0f} {counts[1]:8.3f} | "
-                  f"{theirs:10.3f} {theirs / size:9.3f} {counts[2]:8.0f} | {theirs / ours:5.2f} {different:9.1e}  "
-                  f"{path} / {other}", flush=True)
+            print(
+                f"{name:8} {size:2} | {ours:10.3f} {ours / size:9.3f} {counts[0]:8.0f} {counts[1]:8.3f} | "
+                f"{theirs:10.3f} {theirs / size:9.3f} {counts[2]:8.0f} | {theirs / ours:5.2f} {different:9.1e}  "
+                f"{path} / {other}",
+                flush=True,
+            )
             if cuda and options.profile and size == options.sizes[-1]:
                 show_profile(found, config.batch_size, options.profile)
                 stack = apart = None

@@ -1,16 +1,16 @@
 """Several seeds of one agent in one update: parameters with the seeds as their first axis, one loss through vmap.
 
-Small networks (1024 x 512) leave a GPU waiting for the starts of kernels, however many seeds take turns on it; here a
-kernel serves all of them. The sum of the seeds' losses gives each its own gradient, and optimisers and target networks
-work element by element, so that a stack is trained as one agent with larger parameters is.
+Small networks (1024 x 512) leave a GPU waiting for kernels to start, however many seeds take turns on it; here each
+kernel serves all seeds. The sum of their losses gives each its own gradient, optimisers and target networks work
+element by element: a stack is trained as one agent with larger parameters.
 
-Each seed's agent and optimisers hold views of their part of it: they are saved, evaluated and exported as ever. What a
-stack needs of an agent is `Agent.stackable`.
+Each seed's agent and optimisers hold views of their part, and so are saved, evaluated and resumed as if alone. What a
+stack asks of an agent: `Agent.stackable`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,17 +20,19 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from qhyer.agent import Agent, Batch, Metrics, Stage
+from qhyer.update import Update
 
 
 class _Loss(nn.Module):
-    """An agent's loss as a module's forward, which is what torch can call with other parameters."""
+    """An agent's loss as the forward of a module, which torch can call with other parameters than its own."""
 
     def __init__(self, agent: Agent, stage: Stage) -> None:
         super().__init__()
         self.agent, self.loss = agent, stage.loss
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        return self.loss(batch)
+        with _Products():
+            return self.loss(batch)
 
 
 class _Products(TorchFunctionMode):
@@ -39,7 +41,7 @@ class _Products(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.baddbmm:
+        if func is torch.baddbmm and not kwargs:
             bias, x, weight = args
         elif func is F.linear and len(args) == 3 and args[2] is not None:
             x, weight, bias = args[0], args[1].mT, args[2]
@@ -49,51 +51,97 @@ class _Products(TorchFunctionMode):
         return product + bias.to(product.dtype)
 
 
-def stacked_stage(whole: Agent, agents: Sequence[Agent]) -> Stage:
-    """The stage that trains all these agents as `whole`, another one of their kind: its parameters become theirs side
-    by side, (S, ...), and theirs views of it. Loss and metrics are (S,)."""
+def stacked(agents: Sequence[Agent]) -> tuple[Agent, Stage]:
+    """An agent whose parameters are those of all these side by side, (S, ...), and the stage that trains it: batches,
+    losses and metrics have the seeds as their first axis, too. The agents keep views of their part."""
+    with torch.random.fork_rng(devices=[]):
+        whole = type(agents[0])(agents[0].config, agents[0].spec).to(agents[0].observation_mean.device).train()
     (stage,) = whole.stages()
+    assert whole.stackable and stage.schedule is None and stage.grad_clip is None and stage.after_step is None
     for parameter, *own in zip(whole.parameters(), *(agent.parameters() for agent in agents)):
         parameter.data = torch.stack([p.data for p in own])
+        if len(own[0].shape) == 2:  # a Linear's: its gradient is the transpose of a product, and kept where this one is
+            parameter.data = parameter.data.mT.contiguous().mT
         for p, part in zip(own, parameter.data):
             p.data = part
-    _gather(stage, [agent.stages()[0] for agent in agents])
+    for optimizer, parameter, own in _moments(stage, agents):
+        states = [other.state[p] for other, p in own if p in other.state]  # all of them have one, or none
+        if states:
+            optimizer.state[parameter] = {
+                name: value if name == "step" else _like(parameter, [state[name] for state in states])
+                for name, value in states[0].items()
+            }
     module = _Loss(whole, stage)
-    parameters = dict(module.named_parameters())
+    parameters: dict[str, Tensor] = dict(module.named_parameters())
 
     def one(parameters: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Metrics]:
-        with _Products():
-            return torch.func.functional_call(module, parameters, (batch,))
+        return torch.func.functional_call(module, parameters, (batch,))
 
-    return replace(stage, loss=lambda batch: torch.vmap(one)(parameters, batch))
-
-
-def _gather(stage: Stage, stages: Sequence[Stage]) -> None:
-    """The seeds' moments, if they have any, side by side."""
-    for optimizer, *own in zip(stage.optimizers, *(s.optimizers for s in stages)):
-        for (p, *ps) in zip(_parameters(optimizer), *map(_parameters, own)):
-            states = [o.state[q] for o, q in zip(own, ps) if q in o.state]
-            if states:
-                optimizer.state[p] = {
-                    name: torch.stack([s[name] for s in states]) if _is_moment(name) else value
-                    for name, value in states[0].items()
-                }
+    return whole, replace(stage, loss=lambda batch: torch.vmap(one)(parameters, batch))
 
 
-def hand_out(stage: Stage, stages: Sequence[Stage]) -> None:
-    """Each seed's optimisers get views of the moments, once there are any, and what else is in the groups."""
-    for optimizer, *own in zip(stage.optimizers, *(s.optimizers for s in stages)):
-        for i, mine in enumerate(own):
-            for p, q in zip(_parameters(optimizer), _parameters(mine)):
-                state = optimizer.state[p].items()
-                mine.state[q] = {name: value[i] if _is_moment(name) else value for name, value in state}
-            for group, its in zip(optimizer.param_groups, mine.param_groups):
-                its.update({name: value for name, value in group.items() if name != "params"})
+def _like(parameter: Tensor, moments: Sequence[Tensor]) -> Tensor:
+    """Side by side, laid out in memory as the parameter is: fused optimisers count on it."""
+    return torch.empty_like(parameter).copy_(torch.stack(list(moments)))
 
 
-def _is_moment(name: str) -> bool:
-    return name != "step"
+Owned = tuple[torch.optim.Optimizer, Tensor]
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _moments(stage: Stage, agents: Sequence[Agent]) -> Iterator[tuple[torch.optim.Optimizer, Tensor, list[Owned]]]:
+    """Each parameter of the stack with its optimiser, and the same of each seed."""
+    for optimizer, *own in zip(stage.optimizers, *(agent.stages()[0].optimizers for agent in agents)):
+        lists = [[p for group in o.param_groups for p in group["params"]] for o in (optimizer, *own)]
+        for parameter, *theirs in zip(*lists):
+            yield optimizer, parameter, list(zip(own, theirs))
+
+
+class Seat(Update):
+    """A seed's place in a stack, instead of an update of its own. What it reads are its rows of the stack's."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.path = stack.update.path
+        self.names, self.sums, self.count = [], None, 0
+        self.healthy, self.rows = None, {}
+
+    def __call__(self, step: int) -> None:
+        self.stack.asked = step
+        self.count += 1
+
+
+class Stack:
+    """One update for all seeds, when those that go on have asked for it. One that has left is computed all the same."""
+
+    def __init__(self, agents: Sequence[Agent], update: Update) -> None:
+        self.agents, self.update = agents, update
+        self.seats = [Seat(self) for _ in agents]
+        self.asked: int | None = None
+        self.handed_out = False
+
+    def advance(self) -> None:
+        if self.asked is None:
+            return
+        self.update(self.asked)
+        self.asked = None
+        if not self.handed_out:
+            self._hand_out()
+        for seat in self.seats:
+            seat.path = self.update.path
+
+    def _hand_out(self) -> None:
+        """After the first update there are moments and sums, and they stay where they are: seeds get views of them."""
+        assert self.update.sums is not None and self.update.healthy is not None
+        for i, seat in enumerate(self.seats):
+            saved, seat.sums = seat.sums, self.update.sums[i]
+            if saved is not None:  # since the last line, from a checkpoint
+                seat.sums += saved
+            seat.names, seat.healthy = self.update.names, self.update.healthy[i]
+            seat.rows = {name: value[i] for name, value in self.update.rows.items()}
+        for optimizer, parameter, own in _moments(self.update.stage, self.agents):
+            state = optimizer.state[parameter].items()
+            for i, (other, p) in enumerate(own):
+                other.state[p] = {name: value if name == "step" else value[i] for name, value in state}
+                for group, its in zip(optimizer.param_groups, other.param_groups):
+                    its.update({name: value for name, value in group.items() if name != "params"})
+        self.handed_out = True

@@ -30,6 +30,7 @@ class GCBCConfig(AgentConfig):
 
 class GCBC(Agent):
     Config = GCBCConfig
+    stackable = True
     config: GCBCConfig
 
     def __init__(self, config: GCBCConfig, spec: DataSpec) -> None:

@@ -71,6 +71,7 @@ class HIQLConfig(AgentConfig):
 class HIQL(Agent):
     Config = HIQLConfig
     training_only = ("phi.", "value.", "target_value.")  # phi, too: the high actor has learnt to name its values
+    stackable = True
     config: HIQLConfig
 
     def __init__(self, config: HIQLConfig, spec: DataSpec) -> None:
