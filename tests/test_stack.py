@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import CPU, contents
+from test_seeds import qhyer
+from test_train import CPU, contents, data_file  # noqa: F401
 
 from qhyer import agents, checkpoint, runs
 from qhyer import train as training
+from qhyer.data.goals import Several
 from qhyer.errors import UserError
 from qhyer.stack import stacked
 from qhyer.train import NonFinite, Stopped, train, train_seeds
@@ -78,7 +80,7 @@ def test_the_same_runs_as_alone(name, changes, tiny_config, point_world, tmp_pat
         assert_close(made[0], made[1])
 
 
-@pytest.mark.parametrize("name", ["gciql", "qrl"])
+@pytest.mark.parametrize("name", ["crl", "gcivl", "gciql", "hiql", "qrl"])
 def test_with_kernels(name, tiny_config, point_world, tmp_path, monkeypatch):
     """Triton's, in its interpreter: a seed is a member more."""
     config = tiny_config(name, steps=3)
@@ -187,3 +189,24 @@ def test_agents_keep_views(tiny_agent):
             parameter[1] = 7.0
     assert all(bool((p == 7.0).all()) for p in own[1].parameters())
     assert not any(bool((p == 7.0).any()) for p in own[2].parameters())
+
+
+@pytest.mark.parametrize(("name", "changes"), OPTIONS)
+def test_each_seed_draws_its_own_batches(name, changes, tiny_agent, point_world):
+    """To the bit, from a generator that is left where it would be alone."""
+    (stage,) = tiny_agent(name, **changes).stages()
+    ours, theirs = ([torch.Generator().manual_seed(seed) for seed in SEEDS] for _ in range(2))
+    sampler = stage.sampler.build(point_world, Several(ours))
+    apart = [stage.sampler.build(point_world, generator) for generator in theirs]
+    for _ in range(3):
+        batch, batches = sampler.sample(8), [one.sample(8) for one in apart]
+        assert batch.keys() == batches[0].keys()
+        assert all(torch.equal(batch[key], torch.stack([b[key] for b in batches])) for key in batch)
+    assert all(torch.equal(a.get_state(), b.get_state()) for a, b in zip(ours, theirs))
+
+
+def test_command_line(data_file, tmp_path):  # noqa: F811
+    command = ["train", "gcbc", data_file.name, "--steps", "4", "--agent.hidden", "16", "--device", "cpu", "--seeds"]
+    ended = qhyer(*command, "0", "2", "--together", "stacked", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "nothing to do" in qhyer(*command, "2", cwd=tmp_path).stdout  # the same folders as without
