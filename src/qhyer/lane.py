@@ -25,6 +25,12 @@ class Lane:
             self.stream = torch.cuda.Stream(device)
             self.stream.wait_stream(torch.cuda.current_stream(device))  # data and weights are on their way there
 
+    def join(self, other: Lane) -> None:
+        """On the other's stream from now on, which waits for what is on its way on this one's."""
+        if self.device.type == "cuda" and self is not other:
+            other.stream.wait_stream(self.stream)
+            self.stream = other.stream
+
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         before = torch.get_rng_state()

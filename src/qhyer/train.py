@@ -17,8 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -29,11 +30,13 @@ from qhyer.agent import Agent, AgentConfig, Sampler, Stage
 from qhyer.config import Precision, chosen, fingerprint, to_dict
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
+from qhyer.data.goals import Several
 from qhyer.errors import UserError, require
 from qhyer.evaluate import EvalConfig, evaluate, success_rate
 from qhyer.lane import Lane
 from qhyer.progress import Progress
 from qhyer.rng import stream_seed
+from qhyer.stack import Seat, Stack, stacked
 from qhyer.storage import atomic_file, write_json
 from qhyer.update import GraphedUpdate, Update, capture_for, is_capturable, random_generators
 
@@ -65,6 +68,9 @@ class TrainConfig:
     compile: bool = False
     """let torch's compiler fuse the loss and its gradient, which takes it a minute at first; it pays for small networks
     on CUDA. What cannot be compiled runs without, and says so"""
+    together: Literal["auto", "stacked", "streams"] = "auto"
+    """how several seeds train at once: stacked into one update, or an update each, on CUDA in a stream each; auto:
+    stacked on CUDA where the agent allows it"""
     threads: int = 0
     """CPU threads; 0 chooses: one for small networks, whose products are too short to share, else torch's default"""
     tensorboard: bool = False
@@ -203,6 +209,11 @@ def _train(
     quiet = quiet or not distributed.is_main()
     if len(configs) > 1 and distributed.active():
         raise UserError("torchrun shares the batches of one run among processes: give it one --seed, not --seeds")
+    if len(configs) > 1 and configs[0].together == "stacked" and not agents.load(agent_name).stackable:
+        can = ", ".join(name for name in agents.names() if agents.load(name).stackable)
+        raise UserError(
+            f"seeds of {agent_name} cannot be stacked; those of {can} can. Train it with --together streams"
+        )
     device = runs.resolve_device(configs[0].device)
     if episodes is None:
         episodes, _ = registry.load(dataset, device)
@@ -318,6 +329,7 @@ def _take_turns(loops: Sequence[_Loop], resume: bool, description: str, quiet: b
             description += f", seeds {' '.join(map(str, seeds))}"
         with Progress(description, loops[0].total, quiet, start=min(loop.step for loop in loops)) as progress:
             board = _Board(progress, {loop.config.seed: loop.step for loop in loops})
+            stacks = _stack(loops, board)
             turns = {loop.config.seed: (loop, loop.updates(board, stop)) for loop in loops}
             while turns:
                 for seed, (loop, updates) in list(turns.items()):
@@ -331,6 +343,9 @@ def _take_turns(loops: Sequence[_Loop], resume: bool, description: str, quiet: b
                             failures[seed] = error
                             board.leave(seed, f"stopped at update {loop.step}: not finite")
                     del turns[seed]
+                for lane, stack in stacks:
+                    with lane.turn():
+                        stack.advance()
     if failures and not several:
         raise failures[seeds[0]]
     saved = [(loop.config.seed, loop.step) for loop in loops if loop.step < loop.total]
@@ -341,6 +356,57 @@ def _take_turns(loops: Sequence[_Loop], resume: bool, description: str, quiet: b
     if saved:
         where = ", ".join(f"seed {seed}: {step}" for seed, step in saved) if several else str(saved[0][1])
         raise Stopped(f"stopped; saved update {where} of {loops[0].total}; --resume continues")
+
+
+def _stack(loops: Sequence[_Loop], board: _Board) -> list[tuple[Lane, Stack]]:
+    """Where that is asked for, those that are at the same update as one; the others keep updates of their own."""
+    first, how = loops[0], loops[0].config.together
+    if how == "streams" or not first.agent.stackable or (how == "auto" and first.device.type == "cpu"):
+        return []
+    stacks = []
+    for step in sorted({loop.step for loop in loops}):
+        first, *others = group = [loop for loop in loops if loop.step == step]
+        if not others:
+            continue
+        for loop in others:
+            loop.lane.join(first.lane)
+        with first.lane.turn():
+            whole, stage = stacked([loop.agent for loop in group])
+            generators = [loop.generator for loop in group]
+            sampler = stage.sampler.build(first.episodes, cast(torch.Generator, Several(generators)))
+            note = partial(board.note, first.config.seed)
+            update = _make_update(whole, stage, sampler, first.config, first.device, generators, note)
+        stack = Stack([loop.agent for loop in group], update)
+        for loop, seat in zip(group, stack.seats):
+            loop.seat = seat
+        stacks.append((first.lane, stack))
+    return stacks
+
+
+def _make_update(
+    agent: Agent,
+    stage: Stage,
+    sampler: Sampler,
+    config: TrainConfig,
+    device: torch.device,
+    generators: Sequence[torch.Generator],
+    note: Callable[[str], None],
+) -> Update:
+    """Captured in a graph where that can be; `generators` are the sampler's."""
+    capture = capture_for(device, *generators) if config.graph else None
+    fixed = [type(optimizer).__name__ for optimizer in stage.optimizers if not is_capturable(optimizer)]
+    arguments = (agent, stage, sampler, config.precision, device)
+    chance = random_generators(device, *generators)
+    if capture is not None and not fixed:
+        update: Update = GraphedUpdate(*arguments, capture, chance, note)
+    else:
+        update = Update(*arguments)
+        if capture is not None:
+            update.launched = f"eager ({fixed[0]} has no capturable form)"
+            note(f"stage {stage.name} cannot be captured in a CUDA graph: {fixed[0]} has no capturable form")
+    if config.compile:
+        update.compile(chance, note)
+    return update
 
 
 class _Board:
@@ -416,6 +482,7 @@ class _Loop:
         self.step = 0  # over all stages
         self.together = 1  # seeds that take turns
         self.update: Update | None = None
+        self.seat: Seat | None = None  # in a stack
         self.saved_metrics: tuple[list[str], Tensor, int] | None = None
         self.generator = torch.Generator(device=device)
         self.lane = Lane(device, self._noise_seed())
@@ -508,20 +575,12 @@ class _Loop:
     def _note(self, text: str) -> None:
         self.board.note(self.config.seed, text)
 
-    def _make_update(self, stage: Stage, sampler: Sampler) -> Update:
-        capture = capture_for(self.device, self.generator) if self.config.graph else None
-        fixed = [type(optimizer).__name__ for optimizer in stage.optimizers if not is_capturable(optimizer)]
-        arguments = (self.agent, stage, sampler, self.config.precision, self.device)
-        generators = random_generators(self.generator, self.device)
-        if capture is not None and not fixed:
-            update: Update = GraphedUpdate(*arguments, capture, generators, self._note)
+    def _begin_update(self, stage: Stage) -> Update:
+        if self.seat is None:
+            sampler = stage.sampler.build(self.episodes, self.generator)
+            update = _make_update(self.agent, stage, sampler, self.config, self.device, [self.generator], self._note)
         else:
-            update = Update(*arguments)
-            if capture is not None:
-                update.launched = f"eager ({fixed[0]} has no capturable form)"
-                self._note(f"stage {stage.name} cannot be captured in a CUDA graph: {fixed[0]} has no capturable form")
-        if self.config.compile:
-            update.compile(generators, self._note)
+            update = self.seat
         if self.saved_metrics is not None:  # sums since the last line, from the checkpoint
             update.names, update.sums, update.count = self.saved_metrics
             self.saved_metrics = None
@@ -529,9 +588,8 @@ class _Loop:
         return update
 
     def _run_stage(self, stage: Stage, first: int, stop: threading.Event) -> Iterator[None]:
-        sampler = stage.sampler.build(self.episodes, self.generator)
         self.agent.train()
-        update = self._make_update(stage, sampler)
+        update = self._begin_update(stage)
         last = first + stage.steps
         while self.step < last:
             after = self.step + 1
@@ -583,7 +641,8 @@ class _Loop:
         assert self.update is not None
         line = {"step": self.step, "seconds": round(self.seconds, 3), "update": self.update.path}
         several = {"together": self.together, "processes": distributed.world()}
-        return line | {name: count for name, count in several.items() if count > 1}
+        line |= {name: count for name, count in several.items() if count > 1}
+        return line | ({} if self.seat is None else {"stacked": len(self.seat.stack.seats)})
 
     def _dump_and_stop(self) -> None:
         """Save the row numbers of the offending batch, and say where."""

@@ -63,7 +63,8 @@ class Update:
         try:
             # Seeds share what is compiled; configurations add versions to it, of which torch would refuse the ninth.
             with torch._dynamo.config.patch(recompile_limit=COMPILED):
-                self._loss(compiled, distributed.share(self.sampler.sample(self.stage.batch_size)))[0].backward()
+                loss, _ = self._loss(compiled, distributed.share(self.sampler.sample(self.stage.batch_size)))
+                loss.backward(torch.ones_like(loss))
             self.loss, self.fused = compiled, "compiled"
         except Exception as error:
             reason = _first_line(error)
@@ -89,18 +90,19 @@ class Update:
     def _watch(self, batch: Batch, finite: Tensor) -> None:
         """Remembers the rows of the first batch whose loss or gradient is not finite (of the latest while all are)."""
         rows = {name: value for name, value in batch.items() if not value.is_floating_point()}
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not finite.dim():
             self.rows = rows
             if not finite:
                 raise FloatingPointError  # before the weights are touched
             return
-        latest = torch.cat([value.flatten() for value in rows.values()])
+        latest = torch.cat([value.reshape(*finite.shape, -1) for value in rows.values()], dim=-1)
         if self.healthy is None:  # on a GPU nobody looks until a line or a checkpoint is due
-            self.healthy = torch.ones((), dtype=torch.bool, device=self.device)
+            self.healthy = torch.ones_like(finite)
             self.kept = latest.clone()
-            parts = self.kept.split([value.numel() for value in rows.values()])
-            self.rows = {name: part.view_as(rows[name]) for name, part in zip(rows, parts)}
-        torch.where(self.healthy, latest, self.kept, out=self.kept)
+            shapes = {name: value.shape[finite.dim() :] for name, value in rows.items()}  # of a seed's
+            parts = self.kept.split([shape.numel() for shape in shapes.values()], dim=-1)
+            self.rows = {name: part.unflatten(-1, shapes[name]) for name, part in zip(rows, parts)}
+        torch.where(self.healthy[..., None], latest, self.kept, out=self.kept)
         self.healthy.logical_and_(finite)
 
     def check(self) -> None:
@@ -122,13 +124,16 @@ class Update:
         drawn = self.sampler.sample(self.stage.batch_size)
         loss, metrics = self._loss(self.loss, distributed.share(drawn))
         self.drop_gradients()
-        loss.backward()
+        loss.backward(torch.ones_like(loss))
         distributed.average_gradients(p for parameters in self.parameters for p in parameters)
-        norms = [gradient_norm(parameters, self.stage.grad_clip) for parameters in self.parameters]
-        norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+        norms = [
+            gradient_norms(parameters) if loss.dim() else gradient_norm(parameters, self.stage.grad_clip)
+            for parameters in self.parameters
+        ]
+        norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm(dim=0)
         metrics = {"loss": loss, **metrics, "grad_norm": norm}
-        values = distributed.mean(torch.stack([value.detach() for value in metrics.values()]))
-        self._watch(drawn, (values[0] + values[-1]).abs() < torch.inf)  # nor is nan less
+        values = distributed.mean(torch.stack([value.detach() for value in metrics.values()], dim=-1))  # (M,), (S, M)
+        self._watch(drawn, (values[..., 0] + values[..., -1]).abs() < torch.inf)  # nor is nan less
         for optimizer in self.stage.optimizers:
             optimizer.step()
         if self.stage.after_step is not None:
@@ -157,6 +162,12 @@ def gradient_norm(parameters: Sequence[torch.nn.Parameter], clip: float | None) 
     if clip is not None:
         return torch.nn.utils.clip_grad_norm_(parameters, clip)
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def gradient_norms(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+    """The same for each of the seeds that are the parameters' first axis (S,), without clipping."""
+    rows = [row for p in parameters if p.grad is not None for row in p.grad.unbind()]
+    return torch.stack(torch._foreach_norm(rows)).view(-1, len(parameters[0])).norm(dim=0)
 
 
 def is_capturable(optimizer: torch.optim.Optimizer) -> bool:
@@ -252,25 +263,26 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
-def random_generators(sampler: torch.Generator, device: torch.device) -> list[torch.Generator]:
+def random_generators(device: torch.device, *samplers: torch.Generator) -> list[torch.Generator]:
     """All that an update may draw from."""
-    return [sampler, torch.default_generator, *([default_cuda_generator(device)] if device.type == "cuda" else [])]
+    return [*samplers, torch.default_generator, *([default_cuda_generator(device)] if device.type == "cuda" else [])]
 
 
-def capture_for(device: torch.device, sampler: torch.Generator) -> Capture | None:
+def capture_for(device: torch.device, *samplers: torch.Generator) -> Capture | None:
     """What captures on this device, if anything does."""
-    return CudaCapture(device, sampler) if device.type == "cuda" else None
+    return CudaCapture(device, *samplers) if device.type == "cuda" else None
 
 
 class CudaCapture:
     """Records on the current stream, which must not be the default one."""
 
-    def __init__(self, device: torch.device, sampler: torch.Generator) -> None:
-        self.device, self.sampler = device, sampler
+    def __init__(self, device: torch.device, *samplers: torch.Generator) -> None:
+        self.device, self.samplers = device, samplers
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.sampler)  # torch's own generator is there already
+        for sampler in self.samplers:
+            graph.register_generator_state(sampler)  # torch's own generator is there already
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream(self.device)
         mode = "thread_local" if distributed.active() else "global"  # NCCL looks after its sums from another thread

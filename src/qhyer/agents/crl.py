@@ -54,6 +54,7 @@ class CRLConfig(AgentConfig):
 class CRL(Agent):
     Config = CRLConfig
     training_only = ("critic.", "value.")
+    stackable = True
     config: CRLConfig
 
     def __init__(self, config: CRLConfig, spec: DataSpec) -> None:

@@ -31,6 +31,7 @@ class GCBCConfig(AgentConfig):
 
 class GCBC(Agent):
     Config = GCBCConfig
+    stackable = True
     config: GCBCConfig
 
     def __init__(self, config: GCBCConfig, spec: DataSpec) -> None:

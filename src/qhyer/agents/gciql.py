@@ -61,6 +61,7 @@ class GCIQLConfig(AgentConfig):
 class GCIQL(Agent):
     Config = GCIQLConfig
     training_only = ("value.", "critic.", "target_critic.")
+    stackable = True
     config: GCIQLConfig
 
     def __init__(self, config: GCIQLConfig, spec: DataSpec) -> None:

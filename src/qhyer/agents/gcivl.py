@@ -58,6 +58,7 @@ class GCIVLConfig(AgentConfig):
 class GCIVL(Agent):
     Config = GCIVLConfig
     training_only = ("value.", "target_value.")
+    stackable = True
     config: GCIVLConfig
 
     def __init__(self, config: GCIVLConfig, spec: DataSpec) -> None:

@@ -88,6 +88,7 @@ class Seen(NamedTuple):
 class HIQL(Agent):
     Config = HIQLConfig
     training_only = ("phi.", "value.", "target_value.")  # phi, too: the high actor has learnt to name its values
+    stackable = True
     config: HIQLConfig
 
     def __init__(self, config: HIQLConfig, spec: DataSpec) -> None:

@@ -66,6 +66,7 @@ class QRLConfig(AgentConfig):
 class QRL(Agent):
     Config = QRLConfig
     training_only = ("metric.", "dynamics.", "log_dual")
+    stackable = True
     config: QRLConfig
 
     def __init__(self, config: QRLConfig, spec: DataSpec) -> None:

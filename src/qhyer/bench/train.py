@@ -75,7 +75,7 @@ class Training:
         with self.lane.turn():
             sampler = stage.sampler.build(episodes, generator)
             capture = capture_for(device, generator) if graph else None
-            generators = random_generators(generator, device)
+            generators = random_generators(device, generator)
             if capture is not None and all(map(is_capturable, stage.optimizers)):
                 self.update: Update = GraphedUpdate(
                     self.agent, stage, sampler, precision, device, capture, generators, common.note

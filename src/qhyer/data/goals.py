@@ -7,6 +7,7 @@ a CUDA graph. Tests compare the frequencies with the closed forms.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,17 +15,43 @@ from torch import Tensor
 from qhyer.data.episodes import Episodes
 
 
-def uniform(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+class Several:
+    """Generators of several seeds, in the place of one. What they draw has the seeds as its first axis, and each row of
+    it is what its own generator would have drawn alone; arithmetic on the draws is done for all at once."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self.generators, self.device = generators, generators[0].device
+
+
+Source = torch.Generator | Several
+
+
+def batch_shape(generator: Source, batch_size: int) -> tuple[int, ...]:
+    """(B,), or of several generators (S, B)."""
+    return (len(generator.generators), batch_size) if isinstance(generator, Several) else (batch_size,)
+
+
+def uniform(generator: Source, shape: tuple[int, ...]) -> Tensor:
     """U[0, 1) in float64: in float32 the geometric law below would lose its tail beyond 2^-24."""
+    if isinstance(generator, Several):
+        out = torch.empty(shape, device=generator.device, dtype=torch.float64)
+        for one, row in zip(generator.generators, out.unbind()):
+            row.uniform_(generator=one)
+        return out
     return torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
 
 
-def random_index(generator: torch.Generator, shape: tuple[int, ...], size: int) -> Tensor:
+def random_index(generator: Source, shape: tuple[int, ...], size: int) -> Tensor:
     """Uniform integers in [0, size)."""
+    if isinstance(generator, Several):
+        out = torch.empty(shape, device=generator.device, dtype=torch.long)
+        for one, row in zip(generator.generators, out.unbind()):
+            row.random_(0, size, generator=one)
+        return out
     return torch.randint(size, shape, generator=generator, device=generator.device)
 
 
-def geometric_steps(generator: torch.Generator, shape: tuple[int, ...], discount: float) -> Tensor:
+def geometric_steps(generator: Source, shape: tuple[int, ...], discount: float) -> Tensor:
     """K ~ Geom(1 - discount) on {1, 2, ...}, as in Eq. (1): P(K = k) = (1 - discount) discount^(k-1)."""
     if discount <= 0.0:
         return torch.ones(shape, dtype=torch.long, device=generator.device)
@@ -32,13 +59,13 @@ def geometric_steps(generator: torch.Generator, shape: tuple[int, ...], discount
     return (torch.log(u) / math.log(discount)).long() + 1  # never negative, so that cutting off is rounding down
 
 
-def geometric_future(generator: torch.Generator, episodes: Episodes, rows: Tensor, discount: float) -> Tensor:
+def geometric_future(generator: Source, episodes: Episodes, rows: Tensor, discount: float) -> Tensor:
     """A future row of the same episode, geometrically far, clamped to the final state."""
     steps = geometric_steps(generator, tuple(rows.shape), discount)
     return torch.minimum(rows + steps, episodes.end_of[rows])
 
 
-def uniform_future(generator: torch.Generator, episodes: Episodes, rows: Tensor) -> Tensor:
+def uniform_future(generator: Source, episodes: Episodes, rows: Tensor) -> Tensor:
     """A future row of the same episode, uniform over rows + 1 ... final state."""
     last = episodes.end_of[rows]
     ahead = (last - rows).clamp(min=1)
@@ -46,13 +73,13 @@ def uniform_future(generator: torch.Generator, episodes: Episodes, rows: Tensor)
     return torch.minimum(rows + offset, last)
 
 
-def random_rows(generator: torch.Generator, episodes: Episodes, shape: tuple[int, ...]) -> Tensor:
+def random_rows(generator: Source, episodes: Episodes, shape: tuple[int, ...]) -> Tensor:
     """Any row of the dataset, uniform."""
     return random_index(generator, shape, len(episodes.observations))
 
 
 def mixture(
-    generator: torch.Generator,
+    generator: Source,
     episodes: Episodes,
     rows: Tensor,
     *,

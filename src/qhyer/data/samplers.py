@@ -22,18 +22,18 @@ class TransitionSamplerConfig:
     discount: float | None = None
     """geometric future goals with this discount; uniform future goals when None"""
 
-    def build(self, episodes: Episodes, generator: torch.Generator) -> TransitionSampler:
+    def build(self, episodes: Episodes, generator: goals.Source) -> TransitionSampler:
         return TransitionSampler(self, episodes, generator)
 
 
 class TransitionSampler:
-    def __init__(self, config: TransitionSamplerConfig, episodes: Episodes, generator: torch.Generator) -> None:
+    def __init__(self, config: TransitionSamplerConfig, episodes: Episodes, generator: goals.Source) -> None:
         self.config, self.episodes, self.generator = config, episodes, generator
 
     def sample(self, batch_size: int) -> dict[str, Tensor]:
         data, config = self.episodes, self.config
-        pick = goals.random_index(self.generator, (batch_size,), data.num_transitions)
-        rows = data.transitions[pick]
+        shape = goals.batch_shape(self.generator, batch_size)
+        rows = data.transitions[goals.random_index(self.generator, shape, data.num_transitions)]
         goal_rows = goals.mixture(
             self.generator,
             data,
@@ -62,7 +62,7 @@ class GoalLaw:
     discount: float | None = None
     """geometric future goals with this discount; uniform future goals when None"""
 
-    def draw(self, generator: torch.Generator, episodes: Episodes, rows: Tensor) -> Tensor:
+    def draw(self, generator: goals.Source, episodes: Episodes, rows: Tensor) -> Tensor:
         return goals.mixture(
             generator,
             episodes,
@@ -81,9 +81,10 @@ def _reward(rows: Tensor, goal_rows: Tensor, negative: bool) -> dict[str, Tensor
 
 
 def _gather(table: Tensor, **rows: Tensor) -> dict[str, Tensor]:
-    """The table's rows (B, d) under each name, copied at once: on a GPU a copy so small takes as long as all."""
-    found = table.index_select(0, torch.cat(list(rows.values())))
-    return dict(zip(rows, found.chunk(len(rows))))
+    """The table's rows (..., d) under each name, copied at once: on a GPU a copy so small takes as long as all."""
+    at = torch.stack(list(rows.values()))
+    found = table.index_select(0, at.flatten()).view(*at.shape, *table.shape[1:])
+    return dict(zip(rows, found.unbind()))
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,18 @@ class ValueActorSamplerConfig:
     negative: bool = True
     """rewards -1 until the value's goal is reached and 0 there; otherwise 0 and 1"""
 
-    def build(self, episodes: Episodes, generator: torch.Generator) -> ValueActorSampler:
+    def build(self, episodes: Episodes, generator: goals.Source) -> ValueActorSampler:
         return ValueActorSampler(self, episodes, generator)
 
 
 class ValueActorSampler:
-    def __init__(self, config: ValueActorSamplerConfig, episodes: Episodes, generator: torch.Generator) -> None:
+    def __init__(self, config: ValueActorSamplerConfig, episodes: Episodes, generator: goals.Source) -> None:
         self.config, self.episodes, self.generator = config, episodes, generator
 
     def sample(self, batch_size: int) -> dict[str, Tensor]:
         data, generator = self.episodes, self.generator
-        rows = data.transitions[goals.random_index(generator, (batch_size,), data.num_transitions)]  # (B,)
+        shape = goals.batch_shape(generator, batch_size)
+        rows = data.transitions[goals.random_index(generator, shape, data.num_transitions)]  # (B,)
         value_rows = self.config.value.draw(generator, data, rows)
         actor_rows = self.config.actor.draw(generator, data, rows)
         return {
@@ -138,25 +140,26 @@ class HierarchicalSamplerConfig:
     negative: bool = True
     """rewards -1 until the value's goal is reached and 0 there; otherwise 0 and 1"""
 
-    def build(self, episodes: Episodes, generator: torch.Generator) -> HierarchicalSampler:
+    def build(self, episodes: Episodes, generator: goals.Source) -> HierarchicalSampler:
         return HierarchicalSampler(self, episodes, generator)
 
 
 class HierarchicalSampler:
-    def __init__(self, config: HierarchicalSamplerConfig, episodes: Episodes, generator: torch.Generator) -> None:
+    def __init__(self, config: HierarchicalSamplerConfig, episodes: Episodes, generator: goals.Source) -> None:
         self.config, self.episodes, self.generator = config, episodes, generator
         self.future = GoalLaw(discount=config.discount)
 
     def sample(self, batch_size: int) -> dict[str, Tensor]:
         data, config, generator = self.episodes, self.config, self.generator
-        rows = data.transitions[goals.random_index(generator, (batch_size,), data.num_transitions)]  # (B,)
+        shape = goals.batch_shape(generator, batch_size)
+        rows = data.transitions[goals.random_index(generator, shape, data.num_transitions)]  # (B,)
         value_rows = config.value.draw(generator, data, rows)
         low_rows = torch.minimum(rows + config.subgoal_steps, data.end_of[rows])
         high_rows = self.future.draw(generator, data, rows)
         target_rows = torch.minimum(low_rows, high_rows)  # no farther than a goal on the way
         if config.p_random > 0.0:  # on the way to a random goal is whatever came next
-            swap = goals.uniform(generator, (batch_size,)) < config.p_random
-            high_rows = torch.where(swap, goals.random_rows(generator, data, (batch_size,)), high_rows)
+            swap = goals.uniform(generator, shape) < config.p_random
+            high_rows = torch.where(swap, goals.random_rows(generator, data, shape), high_rows)
             target_rows = torch.where(swap, low_rows, target_rows)
         return {
             "rows": rows,

@@ -14,6 +14,7 @@ Everything is float32 inside, whatever the tensors are. Importing qhyer does not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qhyer.nn.flow_triton import _columns, _norm, _norm_backward, _tile
-from qhyer.nn.total_triton import share
+from qhyer.nn.total_triton import front, share
 from qhyer.nn.total_triton import total as _total
 
 PROGRAMS = 264  # of a backward launch, of all members: two on every multiprocessor of an H200, each with partial sums
@@ -153,3 +154,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 gelu_norm.register_autograd(_backward, setup_context=_setup)
+
+
+@gelu_norm.register_vmap
+def _(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> tuple[Tensor, int]:
+    """Networks of several seeds are more members; autograd lies below, and sees one call."""
+    *tensors, eps = inputs
+    folded = (front(x, dim, info.batch_size).flatten(0, 1) for x, dim in zip(tensors, in_dims))
+    return gelu_norm(*folded, eps).unflatten(0, (info.batch_size, -1)), 0

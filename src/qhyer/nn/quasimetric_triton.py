@@ -6,12 +6,15 @@ here they stay in registers. Backward makes the marks of the union's ends once m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from qhyer.nn.total_triton import front
 
 
 @triton.jit
@@ -107,3 +110,8 @@ def _backward(ctx: Any, dlength: Tensor) -> tuple[Tensor, Tensor]:
 
 
 union_length.register_autograd(_backward, setup_context=_setup)
+
+
+@union_length.register_vmap
+def _(info: Any, in_dims: Sequence[int | None], x: Tensor, y: Tensor) -> tuple[Tensor, int]:
+    return union_length(front(x, in_dims[0], info.batch_size), front(y, in_dims[1], info.batch_size)), 0

@@ -37,6 +37,11 @@ def total(x: Tensor) -> Tensor:
     return out
 
 
+def front(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """For a kernel's vmap rule: vmap's axis, of this size, in front."""
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
 def share(tiles: int, programs: int) -> tuple[int, int]:
     """For a kernel whose programs leave a row of partial sums each: how many programs, and how many tiles each takes in
     turn, so that all have as much to do as the others, nearly."""

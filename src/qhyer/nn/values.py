@@ -126,14 +126,15 @@ def follow(optimizer: torch.optim.Optimizer, target: nn.Module, network: nn.Modu
 def frozen(*networks: nn.Module) -> Iterator[None]:
     """Inside, gradients pass through these networks and not into them: an actor climbs a critic and leaves it be.
 
-    Their parameters are replaced by detached ones, not switched with requires_grad_: torch.compile can follow that.
+    Their parameters are replaced by detached ones, not switched with requires_grad_: under vmap (stack.py) they are no
+    leaves, and torch.compile can follow this.
     """
-    modules = [module for network in networks for module in network.modules()]
-    parameters = [(module, dict(module._parameters)) for module in modules]
-    for module, own in parameters:
-        module._parameters.update({name: p if p is None else p.detach() for name, p in own.items()})  # type: ignore[misc]
+    places = [module._parameters for network in networks for module in network.modules()]
+    kept = [dict(place) for place in places]
     try:
+        for place in places:
+            place.update({name: p.detach() for name, p in place.items() if p is not None})  # type: ignore[misc]
         yield
     finally:
-        for module, own in parameters:
-            module._parameters.update(own)
+        for place, before in zip(places, kept):
+            place.update(before)
