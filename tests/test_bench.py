@@ -433,6 +433,21 @@ def test_agents_command(tmp_path: Path) -> None:
     assert [(row["name"], row["batch"]) for row in rows] == list(zip(("gcbc", "iql"), sizes))
 
 
+def test_stacked_seeds_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "agents.json"
+    same = dict(names=("gcbc", "iql"), dataset="pointmaze-medium-stitch", device="cpu", seconds=0.01)
+    assert every_agent(**same, stack=(1, 2), out=out) == 0
+    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    assert (
+        list(rows) == ["gcbc", "gcbc, 2 seeds", "iql"] and "iql: seeds of this agent cannot" in capsys.readouterr().err
+    )
+    one, two = rows["gcbc"], rows["gcbc, 2 seeds"]
+    assert two["extra"]["flops"] == 2 * one["extra"]["flops"]
+    assert two["extra"]["seed_ms"] == pytest.approx(two["ms"] / 2)
+    with pytest.raises(UserError, match="--stack"):
+        every_agent(**same, stack=(0,))
+
+
 def test_scan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "scan.json"
     assert scan(batch=2, channels=3, states=4, lengths=(5, 10), device="cpu", seconds=0.0, out=out) == 0

@@ -83,7 +83,7 @@ class Part(Training):
     def __init__(self, agent: Any, stage: Stage, episodes: Episodes, precision: str, graph: bool) -> None:
         self.plain, self.step, self.agent = False, 0, agent
         stream = ("analysis", NAME, stage.name)
-        self.begin(stage, episodes, precision, graph, stream_seed(0, *stream), stream_seed(0, *stream, "data"))
+        self.begin(stage, episodes, precision, graph, stream_seed(0, *stream), [stream_seed(0, *stream, "data")])
 
 
 def stages(agent: Any, batch: int) -> dict[str, Stage]:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,10 +29,12 @@ from qhyer.bench.common import BenchRow, Ceilings
 from qhyer.config import Precision, replace
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
+from qhyer.data.goals import Several
 from qhyer.errors import require
 from qhyer.lane import Lane
 from qhyer.nn import scan
 from qhyer.rng import stream_seed
+from qhyer.stack import stacked
 from qhyer.train import SMALL, torch_settings
 from qhyer.update import GraphedUpdate, Update, capture_for, is_capturable, random_generators
 
@@ -44,7 +46,8 @@ KEPT = 60  # names of a profile that are written
 
 
 class Training:
-    """One run from its seed, as the trainer sets it up: agent, lane, sampler and update, without a folder."""
+    """One run from its seed, as the trainer sets it up: agent, lane, sampler and update, without a folder. Or several
+    from this seed on, stacked into one update."""
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class Training:
         precision: str,
         *,
         seed: int = 0,
+        stack: int = 1,
         graph: bool = True,
         compile: bool = False,
         plain: bool = False,
@@ -61,21 +65,32 @@ class Training:
         device = episodes.device
         self.plain = plain
         self.step = 0
-        self.agent = runs.build_agent(agent, config, episodes.spec(), seed).to(device).train()
-        stage = max(self.agent.stages(), key=lambda stage: stage.steps)
-        self.begin(stage, episodes, precision, graph, stream_seed(seed, "train"), stream_seed(seed, "data"), compile)
+        seeds = range(seed, seed + stack)
+        own = [runs.build_agent(agent, config, episodes.spec(), each).to(device).train() for each in seeds]
+        self.agent, stage = stacked(own) if stack > 1 else (own[0], max(own[0].stages(), key=lambda s: s.steps))
+        data = [stream_seed(each, "data") for each in seeds]
+        self.begin(stage, episodes, precision, graph, stream_seed(seed, "train"), data, compile)
 
     def begin(
-        self, stage: Stage, episodes: Episodes, precision: str, graph: bool, lane: int, data: int, compile: bool = False
+        self,
+        stage: Stage,
+        episodes: Episodes,
+        precision: str,
+        graph: bool,
+        lane: int,
+        data: Sequence[int],
+        compile: bool = False,
     ) -> None:
         """Makes the update of this stage, captured where it can be; `lane` and `data` seed its streams of chance."""
         device = episodes.device
         self.lane = Lane(device, lane)
-        generator = torch.Generator(device).manual_seed(data)
+        drawing = [torch.Generator(device).manual_seed(each) for each in data]
         with self.lane.turn():
-            sampler = stage.sampler.build(episodes, generator)
-            capture = capture_for(device, generator) if graph else None
-            generators = random_generators(device, generator)
+            sampler = stage.sampler.build(
+                episodes, cast(torch.Generator, Several(drawing)) if len(drawing) > 1 else drawing[0]
+            )
+            capture = capture_for(device, *drawing) if graph else None
+            generators = random_generators(device, *drawing)
             if capture is not None and all(map(is_capturable, stage.optimizers)):
                 self.update: Update = GraphedUpdate(
                     self.agent, stage, sampler, precision, device, capture, generators, common.note
@@ -100,7 +115,7 @@ class Training:
             kind = update.device.type
             with torch.autocast(kind, dtype=torch.bfloat16, enabled=update.autocast, cache_enabled=False):
                 loss, _ = update.stage.loss(batch)
-            loss.backward()
+            loss.backward(torch.ones_like(loss))
 
         with common.plain_operations(), self.lane.turn():
             counted = common.count_flops(work)
@@ -149,11 +164,13 @@ Make = Callable[..., Training]
 """Training with everything given but seed, graph, compile and plain"""
 
 
-def measure_updates(make: Make, seeds: int, seconds: float, ceilings: Ceilings, device: torch.device) -> BenchRow:
+def measure_updates(
+    make: Make, seeds: int, seconds: float, ceilings: Ceilings, device: torch.device, rivals: bool = True
+) -> BenchRow:
     """One update of one seed, or one of each of several side by side.
 
     One seed: on CUDA against the same without a graph (eager), and that without Triton kernels (plain). Several:
-    against the first of them alone. The peak is taken before any rival is there.
+    against the first of them alone. The peak is taken before any rival is there; without `rivals` there is none.
     """
     common.release(device)
     together = [make(seed=seed) for seed in range(seeds)]
@@ -166,10 +183,10 @@ def measure_updates(make: Make, seeds: int, seconds: float, ceilings: Ceilings, 
     if cuda:
         extra["reserved_gb"] = torch.cuda.max_memory_reserved(device) / 1e9
     block = BLOCK if cuda else 1
-    rivals: dict[str, tuple[Sequence[Training], int]] = {"update": (together, block)}
+    timed: dict[str, tuple[Sequence[Training], int]] = {"update": (together, block)}
     if seeds > 1:
-        rivals["one"] = (together[:1], block)
-    elif cuda:
+        timed["one"] = (together[:1], block)
+    elif cuda and rivals:
         options = {name: {"graph": False, "compile": False, "plain": name == "plain"} for name in ("eager", "plain")}
         if scan.kernels(torch.empty(0, device=device)) is None:
             del options["plain"]
@@ -178,12 +195,12 @@ def measure_updates(make: Make, seeds: int, seconds: float, ceilings: Ceilings, 
             try:
                 launch([rival], WARMUP)
                 common.synchronize(device)
-                rivals[name] = ([rival], RIVAL_BLOCK)
+                timed[name] = ([rival], RIVAL_BLOCK)
             except torch.OutOfMemoryError:
                 common.note(f"{name}: left out, it does not fit into the memory beside the others")
-    times = dict(zip(rivals, time_updates(list(rivals.values()), seconds, device)))
+    times = dict(zip(timed, time_updates(list(timed.values()), seconds, device)))
     medians = {name: float(np.median(values)) for name, values in times.items()}
-    rivals.clear()
+    timed.clear()
     flops, moved = seeds * together[0].flops(), seeds * together[0].optimizer_bytes()
     floor_ms = 1e3 * (flops / ceilings.flops + moved / ceilings.bytes)
     extra |= {"flops": flops, "optimizer_bytes": moved, "updates": block * len(times["update"])}
