@@ -439,7 +439,7 @@ def test_stacked_seeds_are_measured(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert every_agent(**same, stack=(1, 2), out=out) == 0
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     assert (
-        list(rows) == ["gcbc", "gcbc, 2 seeds", "iql"] and "iql: seeds of this agent cannot" in capsys.readouterr().err
+        list(rows) == ["gcbc", "gcbc, 2 seeds", "iql"] and "iql: seeds of this agent cannot" in capsys.readouterr().out
     )
     one, two = rows["gcbc"], rows["gcbc, 2 seeds"]
     assert two["extra"]["flops"] == 2 * one["extra"]["flops"]
