@@ -100,6 +100,31 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
         timing.run(batch=0)
 
 
+def test_what_was_measured_before_a_stop_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = lambda *_: (presets.resolve("qhyer", "demo", "cube-single-play-v0")[0], [])
+    monkeypatch.setattr(timing, "presets", type("tiny", (), {"resolve": staticmethod(tiny)}))
+    measured: list[str] = []
+
+    def measure(agent: Any, episodes: Episodes, *_: Any) -> dict[str, Any]:
+        if len(measured) == 1:
+            measured.append("stop")
+            raise KeyboardInterrupt
+        measured.append(episodes.name)
+        names = [*timing.COLUMNS, "nf_percent", "actor_train_gflop", "actor_train_3090_ms"]
+        return {**dict.fromkeys(names, float(len(measured))), "paths": {"flow_train": "eager"}}
+
+    monkeypatch.setattr(timing, "measure", measure)
+    asked = dict(datasets=("cube-single-play", "scene-play"), device="cpu", seconds=0.01, out=tmp_path, quiet=True)
+    with pytest.raises(KeyboardInterrupt):
+        timing.run(**asked)
+    path = timing.run(**asked)
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["flow_train"] for row in rows] == [1.0, 3.0] and len(measured) == 3
+    assert not (tmp_path / "unfinished.json").exists()
+    with pytest.raises(UserError, match="other settings"):
+        timing.run(**{**asked, "seconds": 0.02})
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
     path = timing.run(datasets=("cube-single-play",), device="cuda", seconds=0.2, out=tmp_path, quiet=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +41,7 @@ from qhyer.data.samplers import chunks
 from qhyer.errors import UserError, require
 from qhyer.progress import Progress
 from qhyer.rng import stream_seed
+from qhyer.storage import write_json
 from qhyer.train import SMALL, torch_settings
 
 NAME = "timing"
@@ -265,6 +267,16 @@ def draw(result: dict[str, Any], path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- run
 
 
+def unfinished(path: Path, asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a command that was stopped had measured already, asked for the same on the same machine: compiling the
+    kernels of all sizes takes minutes."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    rows = found.pop("rows")
+    return rows if found == json.loads(json.dumps(asked)) else []
+
+
 def run(
     *,
     datasets: tuple[str, ...] = (),
@@ -311,9 +323,15 @@ def run(
     }
     result = _output.existing(path, settings, overwrite)
     if result is None:
-        rows, machine = [], {}
+        machine: dict[str, Any] = {}
+        so_far = path.with_name("unfinished.json")
+        asked = {"settings": settings, "hardware": runs.hardware(device, threads), "versions": runs.versions()}
+        rows = unfinished(so_far, asked)
         with Progress(NAME, len(selected), quiet) as progress:
             for done, dataset in enumerate(selected, 1):
+                if done <= len(rows) and done < len(selected):
+                    continue
+                rows = rows[: done - 1]  # the last is measured again, if all were there
                 progress.note(dataset.name)
                 config, _ = presets.resolve("qhyer", preset, dataset.name)
                 episodes = common.made_up_episodes(dataset, 10, place)
@@ -325,12 +343,14 @@ def run(
                     machine = common.machine(device)
                     row |= measure(agent.to(place), episodes, batch, chosen_precision, seconds, graph)
                 rows.append(row)
+                write_json(so_far, {**asked, "rows": rows})
                 del agent, episodes
                 common.release(place)
                 progress.show(done, {name: row[name] for name in COLUMNS})
         result = {"analysis": NAME, "settings": settings, "machine": machine, "rows": rows}
     columns = [key for key in result["rows"][0] if key != "paths"]
     _output.write_result(path, result, columns, ([row[key] for key in columns] for row in result["rows"]))
+    path.with_name("unfinished.json").unlink(missing_ok=True)
     _output.show(*table(result))
     print(f"{result['machine']['hardware']}, {result['settings']['precision']}; paper: RTX 3090, per batch of 256")
     for way in sorted({way for row in result["rows"] for way in row["paths"].values()}):
