@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from test_seeds import qhyer
-from test_train import CPU, contents, data_file  # noqa: F401
+from test_train import CPU, assert_same, contents, data_file  # noqa: F401
 
 from qhyer import agents, checkpoint, runs
 from qhyer import train as training
@@ -131,12 +132,16 @@ def test_a_stop_saves_all_and_a_seed_goes_on_alone(tiny_config, point_world, tmp
 
     class Signal:
         def is_set(self) -> bool:
-            return next(asked) > 3 * 5 + 1  # after the first of three seeds has looked for the sixth time
+            return next(asked) > 6  # it is looked for once a round
 
     monkeypatch.setattr(training, "_stop_on_signal", lambda: contextlib.nullcontext(Signal()))
-    with pytest.raises(Stopped, match="saved update seed 0: 7, seed 1: 6, seed 5: 6 of 10"):
+    with pytest.raises(Stopped, match="saved update seed 0: 6, seed 1: 6, seed 5: 6 of 10"):
         together("gciql", config, tmp_path, episodes=point_world)
     monkeypatch.undo()
+    shutil.copytree(tmp_path, tmp_path / "again")
+    resumed = together("gciql", config, tmp_path / "again", episodes=point_world, resume=True)
+    for run, whole in zip(resumed, together("gciql", config, tmp_path / "whole", episodes=point_world)):
+        assert_same(run, whole)  # stacked as before, and so bit for bit
     for seed in SEEDS:
         run = alone("gciql", config, seed, tmp_path / f"s{seed}", episodes=point_world, resume=True)
         assert_close(run, alone("gciql", config, seed, tmp_path / f"alone{seed}", episodes=point_world))

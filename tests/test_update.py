@@ -13,7 +13,7 @@ from test_train import assert_same, stop_at
 from qhyer import agents
 from qhyer import train as training
 from qhyer.train import TrainConfig, train
-from qhyer.update import GraphedUpdate, is_capturable
+from qhyer.update import GraphedUpdate, Update, is_capturable
 
 CPU = TrainConfig(device="cpu", log_every=2, save_every=3, keep=10, threads=1)
 
@@ -185,3 +185,21 @@ def test_a_loss_that_cannot_be_compiled_goes_on_without(tiny_config, point_world
     assert_same(plain, run)
     assert capsys.readouterr().out.count("could not be compiled, and goes on without: ") == 1
     assert timings(run)[-1]["update"].startswith("eager, not compiled (")
+
+
+def test_the_rows_of_the_first_bad_batch_are_kept():
+    """On a GPU nobody looks until a line is due; batches without rows, and rows that are marks, are watched too."""
+    watching = Update.__new__(Update)
+    watching.device, watching.healthy, watching.rows = torch.device("cuda"), None, {}
+    for number, finite in enumerate([True, True, False, True, False]):
+        batch = {"rows": torch.tensor([number, 9]), "valid": torch.tensor([[number > 1], [True]])}
+        watching._watch({**batch, "actions": torch.zeros(2)}, torch.tensor(finite))
+    assert watching.rows["rows"].tolist() == [2, 9] and watching.rows["valid"].tolist() == [[1], [1]]
+    assert watching.kinds == {"rows": torch.int64, "valid": torch.bool} and not watching.healthy
+    with pytest.raises(FloatingPointError):
+        watching.check()
+    bare = Update.__new__(Update)
+    bare.device, bare.healthy, bare.rows = torch.device("cuda"), None, {}
+    bare._watch({"actions": torch.zeros(2)}, torch.tensor(True))
+    bare.check()
+    assert bare.rows == {}

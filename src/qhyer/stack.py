@@ -102,7 +102,7 @@ class Seat(Update):
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
         self.names, self.sums, self.count = [], None, 0
-        self.healthy, self.rows = None, {}
+        self.healthy, self.rows, self.kinds = None, {}, {}
 
     @property
     def path(self) -> str:
@@ -139,6 +139,7 @@ class Stack:
                 seat.sums += saved
             seat.names, seat.healthy = self.update.names, self.update.healthy[i]
             seat.rows = {name: value[i] for name, value in self.update.rows.items()}
+            seat.kinds = self.update.kinds
         for optimizer, parameter, own in _moments(self.update.stage, self.agents):
             state = optimizer.state[parameter].items()
             for i, (other, p) in enumerate(own):

@@ -3,7 +3,8 @@
 Everything that decides the next update is in the checkpoint: weights, optimiser moments, the sampler's generator,
 torch's own generator (dropout, noise), the running sums of the metrics. Wall-clock times go to a file of their own,
 so that metrics.jsonl of an interrupted run equals that of an uninterrupted one. Seeds trained together share the
-dataset and the device and nothing else: each writes the run that it would have written alone.
+dataset and the device and nothing else: each writes the run that it would have written alone (stacked into one update,
+to the last digits).
 """
 
 from __future__ import annotations
@@ -330,8 +331,11 @@ def _take_turns(loops: Sequence[_Loop], resume: bool, description: str, quiet: b
         with Progress(description, loops[0].total, quiet, start=min(loop.step for loop in loops)) as progress:
             board = _Board(progress, {loop.config.seed: loop.step for loop in loops})
             stacks = _stack(loops, board)
-            turns = {loop.config.seed: (loop, loop.updates(board, stop)) for loop in loops}
+            asked = threading.Event()  # looked for once a round: seeds of a stack stop, and resume, at the same update
+            turns = {loop.config.seed: (loop, loop.updates(board, asked)) for loop in loops}
             while turns:
+                if stop.is_set():
+                    asked.set()
                 for seed, (loop, updates) in list(turns.items()):
                     with loop.lane.turn():
                         try:
@@ -370,6 +374,10 @@ def _stack(loops: Sequence[_Loop], board: _Board) -> list[tuple[Lane, Stack]]:
             continue
         for loop in others:
             loop.lane.join(first.lane)
+        if first.device.type == "cuda":
+            torch.cuda.synchronize(
+                first.device
+            )  # weights that are let go here may still be on their way in another stream
         with first.lane.turn():
             whole, stage = stacked([loop.agent for loop in group])
             generators = [loop.generator for loop in group]
@@ -649,7 +657,10 @@ class _Loop:
         assert self.update is not None
         path = self.run / f"nonfinite-{self.step:08d}.npz"
         if distributed.is_main():
-            rows: dict[str, Any] = {name: value.cpu().numpy() for name, value in self.update.rows.items()}
+            kinds = self.update.kinds
+            rows: dict[str, Any] = {
+                name: value.to(kinds.get(name, value.dtype)).cpu().numpy() for name, value in self.update.rows.items()
+            }
             with atomic_file(path) as temporary, open(temporary, "wb") as file:
                 np.savez(file, **rows)
         kept = checkpoint.steps(self.folder)

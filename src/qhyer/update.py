@@ -45,6 +45,7 @@ class Update:
         self.count = 0
         self.healthy: Tensor | None = None
         self.rows: Batch = {}
+        self.kinds: dict[str, torch.dtype] = {}  # of rows that are kept together, and so in one
 
     @property
     def path(self) -> str:
@@ -95,10 +96,11 @@ class Update:
             if not finite:
                 raise FloatingPointError  # before the weights are touched
             return
-        latest = torch.cat([value.reshape(*finite.shape, -1) for value in rows.values()], dim=-1)
+        none = finite.new_empty((*finite.shape, 0), dtype=torch.long)  # a batch may have no rows
+        latest = torch.cat([none, *(value.reshape(*finite.shape, -1) for value in rows.values())], dim=-1)
         if self.healthy is None:  # on a GPU nobody looks until a line or a checkpoint is due
             self.healthy = torch.ones_like(finite)
-            self.kept = latest.clone()
+            self.kept, self.kinds = latest.clone(), {name: value.dtype for name, value in rows.items()}
             shapes = {name: value.shape[finite.dim() :] for name, value in rows.items()}  # of a seed's
             parts = self.kept.split([shape.numel() for shape in shapes.values()], dim=-1)
             self.rows = {name: part.unflatten(-1, shapes[name]) for name, part in zip(rows, parts)}

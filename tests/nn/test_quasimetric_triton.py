@@ -33,6 +33,13 @@ def test_values_and_gradients(shape, ties, monkeypatch):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[KERNELS][1:], results["0"][1:]))
 
 
+def test_what_is_not_a_number_shows(monkeypatch):
+    monkeypatch.setenv("QHYER_TRITON", KERNELS)
+    x, y = torch.zeros(3, 8, device=device), torch.ones(3, 8, device=device)
+    x[0, 3], y[2, 7] = torch.nan, torch.nan
+    assert union_length(x, y).isnan().tolist() == [True, False, True]
+
+
 def test_operator_is_well_formed():
     x, y = torch.randn(2, 4, 8, device=device).unbind(0)
     inputs = (x.requires_grad_(), y.requires_grad_())

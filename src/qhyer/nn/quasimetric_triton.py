@@ -46,6 +46,7 @@ def _union_forward_kernel(  # type: ignore[no-untyped-def]
     y = tl.load(y_ptr + at, mask=cell, other=0.0)
     left, right = _ends(x_ptr, y_ptr, x, y, row, row < M, K, BLOCK)
     length = tl.sum(tl.where(right, y, 0.0) - tl.where(left, x, 0.0), 1)
+    length += tl.sum(tl.where((x != x) | (y != y), x + y, 0.0), 1)  # no comparison shows what is not a number
     tl.store(length_ptr + row, length, mask=row < M)
 
 
