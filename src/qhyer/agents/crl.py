@@ -24,6 +24,7 @@ from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
 from qhyer.errors import require
 from qhyer.losses import awr_weight, binary_nce, ddpg_bc, gaussian_nll
 from qhyer.nn.mlp import MLP
+from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Bilinear, frozen
 
 
@@ -101,13 +102,11 @@ class CRL(Agent):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """All at once; no gradient passes between them."""
-        s, g = batch["observations"], batch["value_goals"]
-        total, metrics = self.contrastive_loss("critic", self.critic.table(g, s, batch["actions"]))
-        if self.value is not None:
-            value, value_metrics = self.contrastive_loss("value", self.value.table(g, s))
-            total, metrics = total + value, metrics | value_metrics
-        actor, actor_metrics = self.actor_loss(batch)
-        return total + actor, metrics | actor_metrics
+        s, g, value = batch["observations"], batch["value_goals"], self.value
+        losses = [lambda: self.contrastive_loss("critic", self.critic.table(g, s, batch["actions"]))]
+        if value is not None:
+            losses.append(lambda: self.contrastive_loss("value", value.table(g, s)))
+        return all_at_once([*losses, lambda: self.actor_loss(batch)], batch.values())
 
     def stages(self) -> tuple[Stage, ...]:
         config = self.config

@@ -10,6 +10,7 @@ Deviations. The final state of an episode may be a goal (OGBench's index arithme
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -22,6 +23,7 @@ from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
 from qhyer.errors import require
 from qhyer.losses import awr_weight, ddpg_bc, expectile, gaussian_nll, mse
 from qhyer.nn.mlp import MLP
+from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Value, follow, frozen, spread, target_of
 
 
@@ -117,10 +119,8 @@ class GCIQL(Agent):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """All three at once; no gradient passes between them."""
-        value, value_metrics = self.value_loss(batch)
-        critic, critic_metrics = self.critic_loss(batch)
-        actor, actor_metrics = self.actor_loss(batch)
-        return value + critic + actor, value_metrics | critic_metrics | actor_metrics
+        losses = (self.value_loss, self.critic_loss, self.actor_loss)
+        return all_at_once([partial(loss, batch) for loss in losses], batch.values())
 
     def stages(self) -> tuple[Stage, ...]:
         config = self.config

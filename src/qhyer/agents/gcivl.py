@@ -10,6 +10,7 @@ Deviations. The final state of an episode may be a goal (OGBench's index arithme
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
 from qhyer.errors import require
 from qhyer.losses import awr_weight, expectile_by, gaussian_nll
 from qhyer.nn.mlp import MLP
+from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Value, follow, spread, target_of
 
 
@@ -105,9 +107,7 @@ class GCIVL(Agent):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Both at once; no gradient passes between them."""
-        value, value_metrics = self.value_loss(batch)
-        actor, actor_metrics = self.actor_loss(batch)
-        return value + actor, value_metrics | actor_metrics
+        return all_at_once([partial(loss, batch) for loss in (self.value_loss, self.actor_loss)], batch.values())
 
     def stages(self) -> tuple[Stage, ...]:
         config = self.config

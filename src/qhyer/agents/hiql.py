@@ -13,6 +13,7 @@ index arithmetic leaves it out).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from qhyer.errors import require
 from qhyer.losses import awr_weight, expectile_by, gaussian_nll
 from qhyer.nn.mlp import MLP
 from qhyer.nn.representations import GoalRepresentation, to_sphere
+from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Value, follow, spread, target_of
 
 
@@ -169,10 +171,8 @@ class HIQL(Agent):
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """All three at once, on the same transitions; each has its own parameters."""
         seen = self.look(batch)
-        value, value_metrics = self.value_loss(batch, seen)
-        low, low_metrics = self.low_actor_loss(batch, seen)
-        high, high_metrics = self.high_actor_loss(batch, seen)
-        return value + low + high, value_metrics | low_metrics | high_metrics
+        losses = (self.value_loss, self.low_actor_loss, self.high_actor_loss)
+        return all_at_once([partial(loss, batch, seen) for loss in losses], [*batch.values(), *seen])
 
     def stages(self) -> tuple[Stage, ...]:
         config = self.config

@@ -25,6 +25,7 @@ from qhyer.errors import require
 from qhyer.losses import awr_weight, ddpg_bc, gaussian_nll
 from qhyer.nn.mlp import MLP
 from qhyer.nn.quasimetric import IQE, MRN, Quasimetric
+from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import frozen
 
 INTERVALS = 8
@@ -146,12 +147,10 @@ class QRL(Agent):
         """All at once; the actor's gradient stays the actor's."""
         seen = torch.cat([batch["observations"], batch["next_observations"], batch["value_goals"]])
         z, next_z, goal_z = self.metric.encode(seen).chunk(3)  # (B, latent)
-        total, metrics = self.value_loss(z, next_z, goal_z)
+        losses = [lambda: self.value_loss(z, next_z, goal_z)]
         if self.dynamics is not None:
-            dynamics, dynamics_metrics = self.dynamics_loss(z, next_z, batch["actions"])
-            total, metrics = total + dynamics, metrics | dynamics_metrics
-        actor, actor_metrics = self.actor_loss(batch, z)
-        return total + actor, metrics | actor_metrics
+            losses.append(lambda: self.dynamics_loss(z, next_z, batch["actions"]))
+        return all_at_once([*losses, lambda: self.actor_loss(batch, z)], [*batch.values(), z, next_z, goal_z])
 
     def stages(self) -> tuple[Stage, ...]:
         config = self.config

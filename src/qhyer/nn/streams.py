@@ -3,16 +3,18 @@
 The kernels of one update are small and many of them leave most of the chip idle. Where two parts of a loss do not
 depend on each other, `concurrently` puts them on two CUDA streams; autograd runs each part's backward on the stream of
 its forward, and a captured graph keeps the two as parallel branches. Elsewhere it is two calls, one after the other.
+`side_by_side` is the same of any number, `all_at_once` the sum of losses that are computed so.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor  # inside vmap, where seeds are stacked and kernels large enough
 
 First = TypeVar("First")
 Second = TypeVar("Second")
@@ -44,7 +46,7 @@ def concurrently(
     stay where they are. One that is forgotten may be overwritten while it is still read.
     """
     inputs = list(inputs)
-    if not inputs or not inputs[0].is_cuda:
+    if not inputs or not inputs[0].is_cuda or torch.compiler.is_compiling() or is_batchedtensor(inputs[0]):
         return first(), second()
     here = torch.cuda.current_stream(inputs[0].device)
     beside = _beside(inputs[0].device, here.cuda_stream, name)
@@ -59,3 +61,22 @@ def concurrently(
     for tensor in _tensors(one):
         tensor.record_stream(here)
     return one, two
+
+
+def side_by_side(name: str, calls: Sequence[Callable[[], First]], inputs: Iterable[Tensor]) -> list[First]:
+    """The results of all, each from a stream of its own but the last, which stays on this one; `inputs` as above."""
+    inputs = list(inputs)
+    if len(calls) < 2:
+        return [call() for call in calls]
+    one, others = concurrently(f"{name} {len(calls)}", calls[0], lambda: side_by_side(name, calls[1:], inputs), inputs)
+    return [one, *others]
+
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+"""a scalar to minimise, and metrics"""
+
+
+def all_at_once(losses: Sequence[Callable[[], Loss]], inputs: Iterable[Tensor]) -> Loss:
+    """The sum of losses of which none waits for another, and the metrics of all."""
+    found = side_by_side("losses", losses, inputs)
+    return sum((loss for loss, _ in found[1:]), found[0][0]), {k: v for _, metrics in found for k, v in metrics.items()}
