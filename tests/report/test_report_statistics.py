@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from qhyer.report.statistics import iqm, mean_and_std, mean_of_tasks, stratified_bootstrap, wilson
+from qhyer.report.statistics import iqm, mean_and_std, mean_of_tasks, seed_bootstrap, wilson
 
 
 def test_wilson_worked_numbers():
@@ -44,23 +44,32 @@ def test_every_task_weighs_the_same():
 
 def test_bootstrap_is_a_function_of_its_generator():
     strata = np.random.default_rng(1).random((2, 8))
-    first = stratified_bootstrap(strata, np.random.default_rng(7))
+    first = seed_bootstrap(strata, np.random.default_rng(7))
     np.random.seed(0)  # the global generator has no say
-    assert stratified_bootstrap(strata, np.random.default_rng(7)) == first
-    assert stratified_bootstrap(strata, np.random.default_rng(8)) != first
+    assert seed_bootstrap(strata, np.random.default_rng(7)) == first
+    assert seed_bootstrap(strata, np.random.default_rng(8)) != first
 
 
 def test_bootstrap_closed_forms():
     generator = np.random.default_rng(0)
-    assert stratified_bootstrap([[0.25] * 4, [0.75] * 4], generator) == (0.5, 0.5)
+    assert seed_bootstrap([[0.25] * 4, [0.75] * 4], generator) == (0.5, 0.5)
     # Two seeds, 0 and 1: the mean of a resample is 0 or 1 with probability ¼ each, so these are the ends.
-    assert stratified_bootstrap([[0.0, 1.0]], generator) == (0.0, 1.0)
-    # Many seeds: the interval is the normal one, 1.96 standard errors, and tasks add in quadrature.
+    assert seed_bootstrap([[0.0, 1.0]], generator) == (0.0, 1.0)
+    # Many seeds: the interval is the normal one, 1.96 standard errors of a seed's mean over tasks.
     n = 400
     scores = np.tile([0.0, 1.0], n // 2)
-    low, high = stratified_bootstrap([scores, scores], generator)
-    half = 1.96 * 0.5 / math.sqrt(n) / math.sqrt(2)
-    assert (low, high) == pytest.approx((0.5 - half, 0.5 + half), abs=2e-3)
+    half = 1.96 * 0.5 / math.sqrt(n)
+    assert seed_bootstrap([scores, scores], generator) == pytest.approx((0.5 - half, 0.5 + half), abs=2e-3)
+    assert seed_bootstrap([scores, 1.0 - scores], generator) == (0.5, 0.5)  # what one task gains the other loses
+
+
+def test_bootstrap_of_few_seeds_reaches_their_scores():
+    """Tasks of a seed come from one training. Drawn apart, their spread would average out, and the interval of two
+    seeds, 0 and 60 %, would hold neither."""
+    weak, strong = [0.0, 0.0, 0.0, 0.0], [0.4, 0.6, 0.6, 0.8]
+    assert seed_bootstrap(list(zip(weak, strong)), np.random.default_rng(0)) == pytest.approx((0.0, 0.6))
+    low, high = seed_bootstrap([*zip(weak, strong), (0.0, 0.5, 1.0)], np.random.default_rng(0))  # a seed lacks tasks
+    assert 0.0 < low < high < 0.68
 
 
 def test_bootstrap_agrees_with_scipy_on_one_task():
@@ -68,5 +77,5 @@ def test_bootstrap_agrees_with_scipy_on_one_task():
     expected = scipy.stats.bootstrap(
         (scores,), np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(0)
     ).confidence_interval
-    ours = stratified_bootstrap([scores], np.random.default_rng(1), resamples=20_000)
+    ours = seed_bootstrap([scores], np.random.default_rng(1), resamples=20_000)
     assert ours == pytest.approx((expected.low, expected.high), abs=0.01)

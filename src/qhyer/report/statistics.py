@@ -1,8 +1,9 @@
 """Intervals with an explicit random generator: the same rows give the same table on every machine.
 
 One run says how often *this policy* succeeds, so its interval is Wilson's over its episodes. Several runs say
-how often *the algorithm* succeeds, so the interval is a bootstrap over seeds, stratified by task (Agarwal et
-al. 2021).
+how often *the algorithm* succeeds, so the interval is a bootstrap over seeds. A seed is drawn with all its tasks: one
+training made them, and they rise and fall together. (Agarwal et al., 2021, draw anew for each task; there each task
+has its own trainings.)
 """
 
 from __future__ import annotations
@@ -53,21 +54,26 @@ def iqm(strata: Sequence[np.ndarray]) -> np.ndarray:
     return values[..., cut : values.shape[-1] - cut].mean(axis=-1)
 
 
-def stratified_bootstrap(
+def seed_bootstrap(
     strata: Sequence[Sequence[float] | np.ndarray],
     generator: np.random.Generator,
     statistic: Callable[[Sequence[np.ndarray]], np.ndarray] = mean_of_tasks,
     resamples: int = RESAMPLES,
     level: float = 0.95,
 ) -> tuple[float, float]:
-    """Percentile interval of `statistic`; `strata` holds, for each task, one score per seed.
+    """Percentile interval of `statistic`; `strata` holds, for each task, one score per seed, seeds in the same order.
 
-    Seeds are drawn with replacement within each task. Tasks are fixed: they are the benchmark.
+    Seeds are drawn with replacement. Tasks are fixed: they are the benchmark. Where seeds lack tasks nobody can say
+    which scores belong together, and they are drawn within each task.
     """
     arrays = [np.asarray(values, dtype=float) for values in strata]
     if not arrays or any(values.size == 0 for values in arrays):
         return math.nan, math.nan
-    drawn = [values[generator.integers(values.size, size=(resamples, values.size))] for values in arrays]
+    seeds = {values.size: generator.integers(values.size, size=(resamples, values.size)) for values in arrays}
+    if len(seeds) == 1:
+        drawn = [values[seeds[values.size]] for values in arrays]
+    else:
+        drawn = [values[generator.integers(values.size, size=(resamples, values.size))] for values in arrays]
     tail = (1 - level) / 2
     low, high = np.quantile(statistic(drawn), [tail, 1 - tail])
     return float(low), float(high)

@@ -16,7 +16,7 @@ import numpy as np
 from qhyer.config import fingerprint
 from qhyer.records import normalised
 from qhyer.report.collect import COLUMNS, OPTIONAL, Episode, Run, Table, natural
-from qhyer.report.statistics import iqm, mean_and_std, stratified_bootstrap, wilson
+from qhyer.report.statistics import iqm, mean_and_std, seed_bootstrap, wilson
 from qhyer.rng import numpy_stream
 
 OVERALL = "overall"
@@ -227,14 +227,14 @@ def _row(group: Group, task: str, members: Sequence[Sequence[Episode]], strata: 
     scores = [run_score(rows) for rows in members]
     mean, std = mean_and_std(scores)
     episodes = sum(len(rows) for rows in members)
-    if all(len(set(values)) == 1 for values in strata):
+    if max(scores) - min(scores) < 1e-9:
         # One seed, or seeds that scored alike: a bootstrap over seeds would have no width, but the episodes
         # still say something. The rate that weighs tasks equally stands for that of the pooled episodes.
         low, high = wilson(mean * episodes, episodes)
         kind = "wilson"
     else:
         stream = numpy_stream(0, "report", group.dataset, group.agent, group.preset, group.variant, task)
-        low, high = stratified_bootstrap(strata, stream)
+        low, high = seed_bootstrap(strata, stream)
         kind = "bootstrap"
     middle = float(iqm([np.asarray(values) for values in strata]))
     scores_of_returns = _scores(group, task, members)
@@ -272,7 +272,7 @@ def _scores(group: Group, task: str, members: Sequence[Sequence[Episode]]) -> di
     stream = numpy_stream(0, "report", "score", group.dataset, group.agent, group.preset, group.variant, task)
     episodes = (row.returned for rows in members for row in rows if not math.isnan(row.returned))
     drawn = of_runs if len(set(of_runs)) > 1 else list(episodes)
-    low, high = stratified_bootstrap([drawn], stream)
+    low, high = seed_bootstrap([drawn], stream)
     return found | {
         "score": zero + unit * mean,
         "score_std": unit * std,
