@@ -149,7 +149,7 @@ def test_sigterm_ends_the_command_cleanly(mine):
         pass
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=180)
-    assert process.returncode == 0 and "saved update" in output and "--resume continues" in output
+    assert process.returncode == cli.STOPPED and "saved update" in output and "--resume continues" in output
 
 
 def test_a_policy_to_pass_on(mine, capsys, monkeypatch):

@@ -22,6 +22,8 @@ import tyro
 from qhyer import __version__
 from qhyer.errors import UserError, did_you_mean
 
+STOPPED = 130  # exit status of a training that a signal ended: saved, and not finished
+
 COMMANDS = {
     "demo": "data, QHyer and a baseline trained, evaluated and reported, in minutes on a laptop",
     "data": "generate | check | info | convert | list | ant: datasets",
@@ -212,12 +214,13 @@ def _train(args: list[str]) -> int | None:
                 made = train_seeds(*what, how, options.seeds, out=options.out, **common)
             else:
                 made = [train(*what, how, run=options.out, **common)]
-            said = [f"run: {run}" for run in made]
+            said, status = [f"run: {run}" for run in made], 0
         except Stopped as stopped:
-            said = [str(stopped)]
+            # torchrun would call it a failure of a process, and print pages.
+            said, status = [str(stopped)], 0 if distributed.active() else STOPPED
         if distributed.is_main():
             print("\n".join(said), flush=True)
-    return 0
+    return status
 
 
 # ------------------------------------------------------------------------------------------------------- eval

@@ -81,7 +81,10 @@ def copy_of(env: Any) -> Any:
 def num_tasks(env: Any) -> int:
     tasks = getattr(env.unwrapped, "num_tasks", None)
     if tasks is None:
-        raise UserError(f"{env.spec.id} has no goal-reaching tasks: it is not one of OGBench's goal-conditioned ones")
+        raise UserError(
+            f"{env.spec.id} has no goal-reaching tasks: it needs num_tasks, goals and successes as docs/protocol.md "
+            "says under 'Your own environment'"
+        )
     return int(tasks)
 
 

@@ -59,6 +59,8 @@ def compare(
             rows.append(dataclasses.replace(row, name=name if size == 1 else f"{name}, {size} seeds"))
         common.release(place)
         facts = {"dataset": registered.name, "precision": precision, **common.machine(device), **ceilings.facts()}
+    able = ", ".join(name for name in agents.names() if agents.load(name).stackable)
+    require(bool(rows), f"nothing was measured: seeds can be stacked of {able}")
     first = rows[0].ms
     for row in rows:
         row.extra["times_first"] = row.ms / first

@@ -309,6 +309,8 @@ def _end_flags(ends: np.ndarray, rows: int) -> np.ndarray:
 def goal_columns(
     goal: Sequence[int] | Sequence[str] | None, names: Sequence[str] | None, width: int
 ) -> tuple[int, ...]:
+    if names is not None and (len(names) != width or len(set(names)) != width):
+        raise UserError(f"observation_names {', '.join(names)} must be distinct, one for each of {width} columns")
     if goal is None:
         return tuple(range(width))
     indices = []
