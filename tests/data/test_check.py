@@ -124,6 +124,21 @@ def test_missing_end_shows_as_a_jump():
     assert 20 <= int(message.split()[0]) <= 39  # some episodes begin near where another ended
 
 
+def test_missing_ends_show_where_velocities_do_not_jump():
+    """x, y, vx, vy: at an end the position jumps and the velocity, which comes and goes, does not."""
+    rng = np.random.default_rng(0)
+    velocity = rng.normal(0.0, 0.1, (20 * 300, 2))
+    position = velocity.reshape(20, 300, 2).cumsum(1) + rng.uniform(-40, 40, (20, 1, 2))
+    observations = np.concatenate([position.reshape(-1, 2), velocity], axis=1)
+    ends = np.zeros(len(observations), bool)
+    ends[-1] = True
+    actions = rng.uniform(-1, 1, (len(observations), 2))
+    (problem,) = [p for p in find_problems(observations, actions, ends) if p.code == "jump"]
+    assert "steps inside an episode are far larger than usual, the first after row 299" in problem.message
+    ends[299::300] = True
+    assert not [p for p in find_problems(observations, actions, ends) if p.code == "jump"]
+
+
 def test_one_column_that_jumps():
     observations, actions, terminals = healthy()
     observations[333, 3] += 1000.0

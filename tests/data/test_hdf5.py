@@ -158,6 +158,20 @@ def test_other_flat_files_end_at_terminals_too(tmp_path):
 # ------------------------------------------------------------------------------------------------------------ Minari
 
 
+def test_a_file_as_wide_as_maze2d_keeps_its_episodes(tmp_path):
+    """Four states and two actions are not D4RL's alone: without its name or its goals, ends are what terminals say."""
+    rng = np.random.default_rng(0)
+    steps = rng.normal(0.0, 0.1, (5 * 61, 4))
+    steps[::61] *= 30.0
+    ends = np.zeros(5 * 61, bool)
+    ends[60::61] = True
+    arrays = dict(observations=steps.cumsum(0), actions=rng.uniform(-1, 1, (5 * 61, 2)), rewards=np.zeros(5 * 61))
+    path = write(tmp_path / "mine.hdf5", {**arrays, "terminals": ends, "timeouts": np.zeros_like(ends)})
+    found, notes = read(path)
+    assert found["terminals"].sum() == 5 and len(found["observations"]) == 5 * 61 and "goal_indices" not in found
+    assert any("as wide as D4RL's maze2d" in note for note in notes)
+
+
 def minari(path: Path, lengths=(3, 0, 5), inside: bool = True, **changes) -> Path:
     rng = np.random.default_rng(2)
     with h5py.File(path, "w") as file:

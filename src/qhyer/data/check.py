@@ -193,8 +193,8 @@ def _jumps(observations: np.ndarray, terminals: np.ndarray, last: np.ndarray) ->
     """Steps far larger than is usual, inside an episode: most often an end that was not marked.
 
     Columns that mostly stand still (switches, buttons, drawers) may jump. A step is far in one column
-    beyond 20 times the 99.9% step, or in most columns at once beyond 10 times the 99% step: unmarked ends are
-    more than 0.1% of the rows when episodes are short, and would hide themselves in the former.
+    beyond 20 times the 99.9% step, or in most columns at once (of four or more: half) beyond 10 times the 99% step:
+    unmarked ends are more than 0.1% of the rows when episodes are short, and would hide themselves in the former.
     """
     steps = len(observations) - 1
     inside = terminals[:-1] == 0
@@ -218,7 +218,9 @@ def _jumps(observations: np.ndarray, terminals: np.ndarray, last: np.ndarray) ->
     for begin in range(0, steps, BLOCK):
         block = _float(observations[begin : begin + BLOCK + 1][:, moving])
         step = np.abs(np.diff(block, axis=0))
-        far = (step > limit_one).any(1) | ((step > limit_most).sum(1) * 2 > len(moving))
+        count = (step > limit_most).sum(1)
+        most = count * 2 >= (len(moving) if len(moving) > 3 else len(moving) + 1)  # of x, y, vx, vy two
+        far = (step > limit_one).any(1) | most
         found.append(begin + np.flatnonzero(far & inside[begin : begin + len(step)]))
     rows = np.concatenate(found)
     if not len(rows):

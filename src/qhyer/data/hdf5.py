@@ -85,6 +85,12 @@ def _d4rl(path: Path, file: Any) -> tuple[Arrays, list[str]]:
     widths = arrays["observations"].shape[1], arrays["actions"].shape[1]
     kind = {(4, 2): "maze2d", (29, 8): "antmaze"}.get(widths)
     notes: list[str] = []
+    if kind is not None and "infos/goal" not in file and kind not in path.name:  # anyone's, with as many columns
+        notes.append(
+            f"as wide as D4RL's {kind}, but neither its name nor infos/goal says so: episodes end where terminals and "
+            f"timeouts do. If it is {kind}'s, give it a name with {kind}"
+        )
+        kind = None
     if kind is not None:
         arrays["goal_indices"] = np.array([0, 1])
     if kind == "maze2d":
