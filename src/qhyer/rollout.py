@@ -118,7 +118,10 @@ def main() -> None:
     except UserError as error:
         connections[0].send(error)
         return
-    connections[0].send(stepper.about)
+    try:
+        connections[0].send(stepper.about)
+    except BrokenPipeError:  # nobody waits for it any more: something else was wrong
+        return
     children: list[int] = []
     mine = connections[0]
     for connection in connections[1:]:
