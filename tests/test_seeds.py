@@ -43,7 +43,7 @@ def test_the_same_runs_as_alone(name, tiny_config, point_world, tmp_path):
 
 
 def test_stages_and_captures_too(two_stages, point_world, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(training, "capture_for", lambda device, sampler: lambda work: work)
+    monkeypatch.setattr("qhyer.update.capture_for", lambda device, sampler: lambda work: work)
     made = train_seeds("two_stages", "x", two_stages, CPU, SEEDS, out=tmp_path, episodes=point_world, quiet=True)
     for seed, run in zip(SEEDS, made):
         assert_same(alone("two_stages", two_stages, seed, tmp_path / f"alone{seed}", episodes=point_world), run)

@@ -103,7 +103,7 @@ def test_bf16(tiny_config, point_world, tmp_path):
 
 def test_captured_too(tiny_config, point_world, tmp_path, monkeypatch):
     plain = together("gcivl", tiny_config("gcivl"), tmp_path / "plain", episodes=point_world)
-    monkeypatch.setattr(training, "capture_for", lambda device, *samplers: lambda work: work)
+    monkeypatch.setattr("qhyer.update.capture_for", lambda device, *samplers: lambda work: work)
     made = together("gcivl", tiny_config("gcivl"), tmp_path / "captured", episodes=point_world)
     for run, other in zip(made, plain):
         assert contents(run)[1] == contents(other)[1]

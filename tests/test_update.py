@@ -71,7 +71,7 @@ def test_a_refused_capture_changes_nothing(name, stops, tiny_config, point_world
     config = tiny_config(name, **({"conditioning": "rtg"} if name == "qhyer" else {}))
     options = dict(episodes=point_world)
     plain = train(name, "x", config, replace(CPU, graph=False), run=tmp_path / "plain", quiet=True, **options)
-    monkeypatch.setattr(training, "capture_for", Refused)
+    monkeypatch.setattr("qhyer.update.capture_for", Refused)
     if stops:
         with pytest.raises(KeyboardInterrupt):
             train(name, "x", config, CPU, run=tmp_path / "run", quiet=True, on_step=stop_at(6), **options)
@@ -89,7 +89,7 @@ def test_a_refused_capture_changes_nothing(name, stops, tiny_config, point_world
 def test_a_captured_update_is_the_eager_one(name, tiny_config, point_world, tmp_path, monkeypatch):
     """Warm-up, the first replay, metrics and checkpoints fall on the same updates."""
     plain = train(name, "x", tiny_config(name), CPU, run=tmp_path / "plain", quiet=True, episodes=point_world)
-    monkeypatch.setattr(training, "capture_for", as_if_captured)
+    monkeypatch.setattr("qhyer.update.capture_for", as_if_captured)
     run = train(name, "x", tiny_config(name), CPU, run=tmp_path / "run", quiet=True, episodes=point_world)
     assert_same(plain, run)
     assert [line["update"] for line in timings(run)] == ["eager", *["captured"] * (len(timings(run)) - 1)]
@@ -105,7 +105,7 @@ def test_an_optimiser_without_a_capturable_form_is_said(tiny_config, point_world
         self.optimizer = torch.optim.SGD(self.actor.parameters(), lr=1e-3)
 
     monkeypatch.setattr(cls, "__init__", with_sgd)
-    monkeypatch.setattr(training, "capture_for", as_if_captured)
+    monkeypatch.setattr("qhyer.update.capture_for", as_if_captured)
     run = train("gcbc", "x", tiny_config("gcbc"), CPU, run=tmp_path / "run", episodes=point_world)
     assert "SGD has no capturable form" in capsys.readouterr().out
     assert timings(run)[-1]["update"] == "eager (SGD has no capturable form)"
@@ -117,7 +117,7 @@ def test_every_agent_s_optimisers_can_be_captured(tiny_agent):
 
 
 def test_no_graph_is_tried_where_none_is_asked_for(tiny_config, point_world, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "capture_for", lambda *_: pytest.fail("asked for"))
+    monkeypatch.setattr("qhyer.update.capture_for", lambda *_: pytest.fail("asked for"))
     options = replace(CPU, graph=False)
     train("gcbc", "x", tiny_config("gcbc"), options, run=tmp_path, episodes=point_world, quiet=True)
 
@@ -158,7 +158,7 @@ def test_a_compiled_update_is_the_eager_one(name, tiny_config, point_world, tmp_
     """Up to the order of sums, chance and all; whatever is captured has been compiled before."""
     options = replace(CPU, log_every=1)
     plain = train(name, "x", tiny_config(name), options, run=tmp_path / "plain", quiet=True, episodes=point_world)
-    monkeypatch.setattr(training, "capture_for", as_if_captured)
+    monkeypatch.setattr("qhyer.update.capture_for", as_if_captured)
     options = replace(options, compile=True)
     run = train(name, "x", tiny_config(name), options, run=tmp_path / "run", quiet=True, episodes=point_world)
     assert len(numbers(plain)) >= 10

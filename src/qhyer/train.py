@@ -20,18 +20,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qhyer import agents, checkpoint, distributed, runs
-from qhyer.agent import Agent, AgentConfig, Sampler, Stage
+from qhyer.agent import Agent, AgentConfig, Stage
 from qhyer.config import Precision, chosen, fingerprint, to_dict
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
-from qhyer.data.goals import Several
+from qhyer.data.goals import of_seeds
 from qhyer.errors import UserError, require
 from qhyer.evaluate import EvalConfig, evaluate, success_rate
 from qhyer.lane import Lane
@@ -39,7 +39,7 @@ from qhyer.progress import Progress
 from qhyer.rng import stream_seed
 from qhyer.stack import Seat, Stack, stacked
 from qhyer.storage import atomic_file, write_json
-from qhyer.update import GraphedUpdate, Update, capture_for, is_capturable, random_generators
+from qhyer.update import Update, make_update
 
 
 @dataclass(frozen=True)
@@ -381,9 +381,9 @@ def _stack(loops: Sequence[_Loop], board: _Board) -> list[tuple[Lane, Stack]]:
         with first.lane.turn():
             whole, stage = stacked([loop.agent for loop in group])
             generators = [loop.generator for loop in group]
-            sampler = stage.sampler.build(first.episodes, cast(torch.Generator, Several(generators)))
+            sampler = stage.sampler.build(first.episodes, of_seeds(generators))
             note = partial(board.note, first.config.seed)
-            update = _make_update(whole, stage, sampler, first.config, first.device, generators, note)
+            update = make_update(whole, stage, sampler, generators, note, **_how(first))
         stack = Stack([loop.agent for loop in group], update)
         for loop, seat in zip(group, stack.seats):
             loop.seat = seat
@@ -391,30 +391,10 @@ def _stack(loops: Sequence[_Loop], board: _Board) -> list[tuple[Lane, Stack]]:
     return stacks
 
 
-def _make_update(
-    agent: Agent,
-    stage: Stage,
-    sampler: Sampler,
-    config: TrainConfig,
-    device: torch.device,
-    generators: Sequence[torch.Generator],
-    note: Callable[[str], None],
-) -> Update:
-    """Captured in a graph where that can be; `generators` are the sampler's."""
-    capture = capture_for(device, *generators) if config.graph else None
-    fixed = [type(optimizer).__name__ for optimizer in stage.optimizers if not is_capturable(optimizer)]
-    arguments = (agent, stage, sampler, config.precision, device)
-    chance = random_generators(device, *generators)
-    if capture is not None and not fixed:
-        update: Update = GraphedUpdate(*arguments, capture, chance, note)
-    else:
-        update = Update(*arguments)
-        if capture is not None:
-            update.launched = f"eager ({fixed[0]} has no capturable form)"
-            note(f"stage {stage.name} cannot be captured in a CUDA graph: {fixed[0]} has no capturable form")
-    if config.compile:
-        update.compile(chance, note)
-    return update
+def _how(loop: _Loop) -> dict[str, Any]:
+    """What decides how its updates are run."""
+    config = loop.config
+    return dict(precision=config.precision, device=loop.device, graph=config.graph, compile=config.compile)
 
 
 class _Board:
@@ -586,7 +566,7 @@ class _Loop:
     def _begin_update(self, stage: Stage) -> Update:
         if self.seat is None:
             sampler = stage.sampler.build(self.episodes, self.generator)
-            update = _make_update(self.agent, stage, sampler, self.config, self.device, [self.generator], self._note)
+            update = make_update(self.agent, stage, sampler, [self.generator], self._note, **_how(self))
         else:
             update = self.seat
         if self.saved_metrics is not None:  # sums since the last line, from the checkpoint

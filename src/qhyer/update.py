@@ -275,6 +275,35 @@ def capture_for(device: torch.device, *samplers: torch.Generator) -> Capture | N
     return CudaCapture(device, *samplers) if device.type == "cuda" else None
 
 
+def make_update(
+    agent: Agent,
+    stage: Stage,
+    sampler: Sampler,
+    generators: Sequence[torch.Generator],
+    note: Callable[[str], None],
+    *,
+    precision: str,
+    device: torch.device,
+    graph: bool = True,
+    compile: bool = False,
+) -> Update:
+    """Captured in a graph, and compiled, where that is asked for and can be; `generators` are the sampler's."""
+    capture = capture_for(device, *generators) if graph else None
+    fixed = [type(optimizer).__name__ for optimizer in stage.optimizers if not is_capturable(optimizer)]
+    arguments = (agent, stage, sampler, precision, device)
+    chance = random_generators(device, *generators)
+    if capture is not None and not fixed:
+        update: Update = GraphedUpdate(*arguments, capture, chance, note)
+    else:
+        update = Update(*arguments)
+        if capture is not None:
+            update.launched = f"eager ({fixed[0]} has no capturable form)"
+            note(f"stage {stage.name} cannot be captured in a CUDA graph: {fixed[0]} has no capturable form")
+    if compile:
+        update.compile(chance, note)
+    return update
+
+
 class CudaCapture:
     """Records on the current stream, which must not be the default one."""
 

@@ -270,10 +270,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def unfinished(path: Path, asked: dict[str, Any]) -> list[dict[str, Any]]:
     """What a command that was stopped had measured already, asked for the same on the same machine: compiling the
     kernels of all sizes takes minutes."""
-    if not path.exists():
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = found.pop("rows")
+    except (OSError, ValueError, KeyError, AttributeError):  # nothing, or nothing of ours
         return []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    rows = found.pop("rows")
     return rows if found == json.loads(json.dumps(asked)) else []
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,14 +29,14 @@ from qhyer.bench.common import BenchRow, Ceilings
 from qhyer.config import Precision, replace
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
-from qhyer.data.goals import Several
+from qhyer.data.goals import of_seeds
 from qhyer.errors import require
 from qhyer.lane import Lane
 from qhyer.nn import scan
 from qhyer.rng import stream_seed
 from qhyer.stack import stacked
 from qhyer.train import SMALL, torch_settings
-from qhyer.update import GraphedUpdate, Update, capture_for, is_capturable, random_generators
+from qhyer.update import GraphedUpdate, make_update
 
 WARMUP = GraphedUpdate.WARMUP + 2  # a graph is made on the way
 BLOCK = 10  # updates on CUDA between two looks at the clock: the trainer does not wait for each one either
@@ -86,19 +86,11 @@ class Training:
         self.lane = Lane(device, lane)
         drawing = [torch.Generator(device).manual_seed(each) for each in data]
         with self.lane.turn():
-            sampler = stage.sampler.build(
-                episodes, cast(torch.Generator, Several(drawing)) if len(drawing) > 1 else drawing[0]
-            )
-            capture = capture_for(device, *drawing) if graph else None
-            generators = random_generators(device, *drawing)
-            if capture is not None and all(map(is_capturable, stage.optimizers)):
-                self.update: Update = GraphedUpdate(
-                    self.agent, stage, sampler, precision, device, capture, generators, common.note
-                )
-            else:
-                self.update = Update(self.agent, stage, sampler, precision, device)
-            if compile:
-                self.update.compile(generators, common.note)
+            sampler = stage.sampler.build(episodes, of_seeds(drawing))
+            self.update = make_update(
+                self.agent, stage, sampler, drawing, common.note,
+                precision=precision, device=device, graph=graph, compile=compile,
+            )  # fmt: skip
 
     def __call__(self) -> None:
         with common.plain_operations() if self.plain else contextlib.nullcontext(), self.lane.turn():

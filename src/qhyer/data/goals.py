@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,11 @@ class Several:
 
 
 Source = torch.Generator | Several
+
+
+def of_seeds(generators: Sequence[torch.Generator]) -> torch.Generator:
+    """What a sampler of these seeds draws from: the one, or several in its place (the type is a sampler's)."""
+    return generators[0] if len(generators) == 1 else cast(torch.Generator, Several(generators))
 
 
 def batch_shape(generator: Source, batch_size: int) -> tuple[int, ...]:

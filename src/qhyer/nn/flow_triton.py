@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qhyer.nn.rows_triton import columns, row_norm, row_norm_backward, tile_of
 from qhyer.nn.total_triton import share
 from qhyer.nn.total_triton import total as _total
 
@@ -42,38 +43,11 @@ EPS = tl.constexpr(1e-5)  # of the flow's norms
 
 
 @triton.jit
-def _columns(BLOCK: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """VECTOR columns in a row are one thread's. Were these more than make one row of a warp's share, the compiler would
-    put some warps on other rows, and sums over rows would pass through shared memory."""
-    return tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
-
-
-@triton.jit
 def _zeros(N: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     zeros = ()
     for _ in tl.static_range(N):
         zeros = zeros + (tl.zeros([SIZE], tl.float32),)  # noqa: RUF005
     return zeros
-
-
-@triton.jit
-def _norm(v, column, eps, C: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The norm of rows v without scale and bias, and 1 / deviation. Columns past C come out as zero."""
-    if BLOCK != C:
-        v = tl.where(column[None, :], v, 0.0)
-    v -= (tl.sum(v, 1) * (1.0 / C))[:, None]
-    if BLOCK != C:
-        v = tl.where(column[None, :], v, 0.0)
-    inverse = (1.0 / tl.sqrt(tl.sum(v * v, 1) * (1.0 / C) + eps))[:, None]
-    return v * inverse, inverse
-
-
-@triton.jit
-def _norm_backward(dv, v, inverse, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """From the gradient by v, normalised, that by what the norm was given. dv and v are zero past C."""
-    first = (tl.sum(dv, 1) * (1.0 / C))[:, None]
-    second = (tl.sum(dv * v, 1) * (1.0 / C))[:, None]
-    return inverse * (dv - first - v * second)
 
 
 @triton.jit
@@ -99,14 +73,14 @@ def _flow_enter_kernel(  # type: ignore[no-untyped-def]
     which = block * 2 + n
     start = tl.program_id(0).to(tl.int64) * ROWS
     r = tl.arange(0, ROWS)
-    e = _columns(BLOCK, VECTOR)
+    e = columns(BLOCK, VECTOR)
     known = start + r < M
     column = e < C
     cell = known[:, None] & column[None, :]
     at = r[:, None] * (BLOCKS * 2 * C) + e[None, :]
     ctx = tl.load(ctx_ptr + start * (BLOCKS * 2 * C) + which * C + at, mask=cell, other=0.0).to(tl.float32)
     v = _enter(ctx, z_ptr + start * D + r * D, known, first_ptr + which * (KEPT * C), e, column, KEPT, C)
-    v, _inverse = _norm(tl.where(v > 0.0, v, v * SLOPE), column, EPS, C, BLOCK)
+    v, _inverse = row_norm(tl.where(v > 0.0, v, v * SLOPE), column, EPS, C, BLOCK)
     scale = tl.load(scale_ptr + which * C + e, mask=column, other=0.0)
     bias = tl.load(bias_ptr + which * C + e, mask=column, other=0.0)
     h_ptr += (start + n.to(tl.int64) * M) * C
@@ -120,7 +94,7 @@ def _leave(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The second LeakyReLU and norm of one network."""
     v = u + tl.load(second_bias_ptr + which * C + e, mask=column, other=0.0)[None, :]
-    v, _inverse = _norm(tl.where(v > 0.0, v, v * SLOPE), column, EPS, C, BLOCK)
+    v, _inverse = row_norm(tl.where(v > 0.0, v, v * SLOPE), column, EPS, C, BLOCK)
     scale = tl.load(scale_ptr + (BLOCKS * 2 + which) * C + e, mask=column, other=0.0)
     bias = tl.load(bias_ptr + (BLOCKS * 2 + which) * C + e, mask=column, other=0.0)
     return v * scale[None, :] + bias[None, :]
@@ -139,7 +113,7 @@ def _flow_leave_kernel(  # type: ignore[no-untyped-def]
     OUT: tl.constexpr = D - KEPT
     start = tl.program_id(0).to(tl.int64) * ROWS
     r = tl.arange(0, ROWS)
-    e = _columns(BLOCK, VECTOR)
+    e = columns(BLOCK, VECTOR)
     known = start + r < M
     column = e < C
     cell = known[:, None] & column[None, :]
@@ -199,7 +173,7 @@ def _flow_leave_backward_kernel(  # type: ignore[no-untyped-def]
     which = block * 2 + n
     norm = (BLOCKS * 2 + which) * C  # the second of a network's two
     r = tl.arange(0, ROWS)
-    e = _columns(BLOCK, VECTOR)
+    e = columns(BLOCK, VECTOR)
     column = e < C
     at = r[:, None] * C + e[None, :]
     second_bias = tl.load(second_bias_ptr + which * C + e, mask=column, other=0.0)[None, :]
@@ -219,7 +193,7 @@ def _flow_leave_backward_kernel(  # type: ignore[no-untyped-def]
         cell = known[:, None] & column[None, :]
         # What lies outside is loaded as zero and adds zero to every sum, so that only stores need a mask.
         u = tl.load(u_ptr + start * C + at, mask=cell, other=0.0) + second_bias
-        v, inverse = _norm(tl.where(u > 0.0, u, u * SLOPE), column, EPS, C, BLOCK)
+        v, inverse = row_norm(tl.where(u > 0.0, u, u * SLOPE), column, EPS, C, BLOCK)
         y = v * scale + bias
         dlog_det = tl.load(dlog_det_ptr + start + r, mask=known, other=0.0)
         dy = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -235,7 +209,7 @@ def _flow_leave_backward_kernel(  # type: ignore[no-untyped-def]
         dhead, dhead_bias = dhead_, dhead_bias_
         dscale += tl.sum(dy * v, 0)
         dbias += tl.sum(dy, 0)
-        du = _norm_backward(dy * scale, v, inverse, C)
+        du = row_norm_backward(dy * scale, v, inverse, C)
         du = tl.where(u > 0.0, du, du * SLOPE)
         dsecond_bias += tl.sum(du, 0)
         tl.store(du_ptr + start * C + at, du, mask=cell)
@@ -263,7 +237,7 @@ def _flow_enter_backward_kernel(  # type: ignore[no-untyped-def]
     OUT: tl.constexpr = D - KEPT
     r = tl.arange(0, ROWS)
     i = tl.arange(0, PAD)
-    e = _columns(BLOCK, VECTOR)
+    e = columns(BLOCK, VECTOR)
     column = e < C
     first_ptr += block * (2 * KEPT * C)
     scale_ptr += block * (2 * C)
@@ -284,11 +258,11 @@ def _flow_enter_backward_kernel(  # type: ignore[no-untyped-def]
             ctx = tl.load(ctx_ptr + place + at, mask=cell, other=0.0).to(tl.float32)
             dh = tl.load(dh_ptr + (start + n * M) * C + (r[:, None] * C + e[None, :]), mask=cell, other=0.0)
             u = _enter(ctx, after_at, known, first_ptr + n * (KEPT * C), e, column, KEPT, C)
-            v, inverse = _norm(tl.where(u > 0.0, u, u * SLOPE), column, EPS, C, BLOCK)
+            v, inverse = row_norm(tl.where(u > 0.0, u, u * SLOPE), column, EPS, C, BLOCK)
             dscale_ = dscale_ + (dscale[n] + tl.sum(dh * v, 0),)  # noqa: RUF005
             dbias_ = dbias_ + (dbias[n] + tl.sum(dh, 0),)  # noqa: RUF005
             scale = tl.load(scale_ptr + n * C + e, mask=column, other=0.0)[None, :]
-            du = _norm_backward(dh * scale, v, inverse, C)
+            du = row_norm_backward(dh * scale, v, inverse, C)
             du = tl.where(u > 0.0, du, du * SLOPE)
             tl.store(dctx_ptr + place + at, du, mask=cell)
             dz_ = ()
@@ -344,19 +318,11 @@ def _flow_matrix_kernel(  # type: ignore[no-untyped-def]
 # ------------------------------------------------------------------------------------------------------- the flow
 
 
-def _tile(width: int, columns: int, each: int) -> dict[str, int]:
-    """`columns`: of a warp at most; `each`: elements of a thread."""
-    block = max(16, triton.next_power_of_2(width))
-    warps = min(8, max(1, block // columns))
-    vector = min(4, max(1, block // (32 * warps)))
-    return dict(BLOCK=block, VECTOR=vector, ROWS=max(1, each * 32 * warps // block), num_warps=warps)
-
-
 def _backward_tiles(channels: int, dim: int) -> tuple[dict[str, int], dict[str, int]]:
     """Tiles of `leave` and `enter`, of as many rows each. The more dimensions, the more sums are kept in registers, and
     the smaller the tile beside them; `enter` keeps those of both networks."""
-    leave = _tile(channels, 128, 32 if dim <= 5 else 16)
-    return leave, {**_tile(channels, 64, 16), "ROWS": leave["ROWS"]}
+    leave = tile_of(channels, 128, 32 if dim <= 5 else 16)
+    return leave, {**tile_of(channels, 64, 16), "ROWS": leave["ROWS"]}
 
 
 def _segments(blocks: int, kept: int, out: int, channels: int) -> list[tuple[int, ...]]:
@@ -401,7 +367,7 @@ def flow_blocks(
     blocks, _, kept, channels = first.shape
     head = head.mT.contiguous()  # so that each of its columns is read in one go
     sizes = dict(D=dim, KEPT=kept, C=channels, BLOCKS=blocks)
-    enter, leave = _tile(channels, 256, 32), _tile(channels, 512, 32)
+    enter, leave = tile_of(channels, 256, 32), tile_of(channels, 512, 32)
     empty = lambda *shape: torch.empty(shape, device=x.device, dtype=torch.float32)
     between = empty(blocks - 1, rows, dim) if store else empty(0)
     s = empty(blocks, rows, dim - kept) if store else empty(0)
@@ -536,13 +502,13 @@ def _silu_forward_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * ROWS
     r = tl.arange(0, ROWS)
-    e = _columns(BLOCK, VECTOR)
+    e = columns(BLOCK, VECTOR)
     column = e < C
     cell = (start + r < M)[:, None] & column[None, :]
     at = r[:, None] * C + e[None, :]
     u = tl.load(u_ptr + start * C + at, mask=cell, other=0.0).to(tl.float32)
     u += tl.load(u_bias_ptr + e, mask=column, other=0.0).to(tl.float32)[None, :]
-    v, _inverse = _norm(u, column, eps, C, BLOCK)
+    v, _inverse = row_norm(u, column, eps, C, BLOCK)
     weight = tl.load(weight_ptr + e, mask=column, other=0.0).to(tl.float32)[None, :]
     v = v * weight + tl.load(bias_ptr + e, mask=column, other=0.0).to(tl.float32)[None, :]
     tl.store(y_ptr + start * C + at, v * tl.sigmoid(v), mask=cell)
@@ -555,7 +521,7 @@ def _silu_backward_kernel(  # type: ignore[no-untyped-def]
     M, eps, steps, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, ROWS)
-    e = _columns(BLOCK, VECTOR)
+    e = columns(BLOCK, VECTOR)
     column = e < C
     u_bias = tl.load(u_bias_ptr + e, mask=column, other=0.0).to(tl.float32)[None, :]
     weight = tl.load(weight_ptr + e, mask=column, other=0.0).to(tl.float32)[None, :]
@@ -570,13 +536,13 @@ def _silu_backward_kernel(  # type: ignore[no-untyped-def]
         # Gradients outside are loaded as zero and add zero to every sum.
         dy = tl.load(dy_ptr + start * C + at, mask=cell, other=0.0).to(tl.float32)
         u = tl.load(u_ptr + start * C + at, mask=cell, other=0.0).to(tl.float32) + u_bias
-        v, inverse = _norm(u, column, eps, C, BLOCK)
+        v, inverse = row_norm(u, column, eps, C, BLOCK)
         a = v * weight + bias
         gate = tl.sigmoid(a)
         da = dy * gate * (1.0 + a * (1.0 - gate))
         dweight += tl.sum(da * v, 0)
         dbias += tl.sum(da, 0)
-        du = _norm_backward(da * weight, v, inverse, C)
+        du = row_norm_backward(da * weight, v, inverse, C)
         du_bias += tl.sum(du, 0)
         tl.store(du_ptr + start * C + at, du, mask=cell)
     partial_ptr += tl.program_id(0).to(tl.int64) * (3 * C)
@@ -592,7 +558,7 @@ def norm_silu(u: Tensor, bias: Tensor, weight: Tensor, norm_bias: Tensor, eps: f
     width = u.shape[-1]
     rows = u.numel() // width
     y = torch.empty_like(u, dtype=out_dtype)
-    tile = _tile(width, 256, 32)
+    tile = tile_of(width, 256, 32)
     _silu_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](u, bias, weight, norm_bias, y, rows, eps, C=width, **tile)
     return y
 
@@ -611,7 +577,7 @@ def norm_silu_backward(
     width = u.shape[-1]
     rows = u.numel() // width
     du = torch.empty_like(u)
-    tile = _tile(width, 256, 32)
+    tile = tile_of(width, 256, 32)
     programs, steps = share(triton.cdiv(rows, tile["ROWS"]), max(2, 8 // tile["num_warps"]) * PROGRAMS)
     partial = u.new_empty(programs, 3, width, dtype=torch.float32)
     _silu_backward_kernel[(programs,)](u, bias, weight, norm_bias, dy, du, partial, rows, eps, steps, C=width, **tile)

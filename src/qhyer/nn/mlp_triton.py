@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qhyer.nn.flow_triton import _columns, _norm, _norm_backward, _tile
+from qhyer.nn.rows_triton import columns, row_norm, row_norm_backward, tile_of
 from qhyer.nn.total_triton import front, share
 from qhyer.nn.total_triton import total as _total
 
@@ -45,14 +45,14 @@ def _gelu_norm_forward_kernel(  # type: ignore[no-untyped-def]
     member = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0).to(tl.int64) * ROWS
     r = tl.arange(0, ROWS)
-    e = _columns(BLOCK, VECTOR)
+    e = columns(BLOCK, VECTOR)
     column = e < C
     cell = (start + r < M)[:, None] & column[None, :]
     at = (member * M + start) * C + r[:, None] * C + e[None, :]
     of = member * C + e
     x = tl.load(u_ptr + at, mask=cell, other=0.0).to(tl.float32)
     x += tl.load(bias_ptr + of, mask=column, other=0.0)[None, :]
-    v, _inverse = _norm(x * _half_tanh(x), column, eps, C, BLOCK)
+    v, _inverse = row_norm(x * _half_tanh(x), column, eps, C, BLOCK)
     scale = tl.load(scale_ptr + of, mask=column, other=0.0)[None, :]
     shift = tl.load(shift_ptr + of, mask=column, other=0.0)[None, :]
     tl.store(y_ptr + at, v * scale + shift, mask=cell)
@@ -66,7 +66,7 @@ def _gelu_norm_backward_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     member = tl.program_id(1).to(tl.int64)
     r = tl.arange(0, ROWS)
-    e = _columns(BLOCK, VECTOR)
+    e = columns(BLOCK, VECTOR)
     column = e < C
     of = member * C + e
     bias = tl.load(bias_ptr + of, mask=column, other=0.0)[None, :]
@@ -82,8 +82,8 @@ def _gelu_norm_backward_kernel(  # type: ignore[no-untyped-def]
         dy = tl.load(dy_ptr + at, mask=cell, other=0.0).to(tl.float32)
         x = tl.load(u_ptr + at, mask=cell, other=0.0).to(tl.float32) + bias
         half = _half_tanh(x)
-        v, inverse = _norm(x * half, column, eps, C, BLOCK)
-        dv = _norm_backward(dy * scale, v, inverse, C)
+        v, inverse = row_norm(x * half, column, eps, C, BLOCK)
+        dv = row_norm_backward(dy * scale, v, inverse, C)
         # d(x half)/dx = half + x half (1 - half) 2 sqrt(2 / pi) (1 + 3 * 0.044715 x^2)
         du = dv * (half + x * half * (1.0 - half) * SLOPE * (1.0 + x * x * CUBE * 3.0))
         if BLOCK != C:
@@ -107,7 +107,7 @@ def gelu_norm(u: Tensor, bias: Tensor, scale: Tensor, shift: Tensor, eps: float)
     u = u.contiguous()
     members, rows, width = u.shape
     y = torch.empty_like(u)
-    tile = _tile(width, 256, 32)
+    tile = tile_of(width, 256, 32)
     _gelu_norm_forward_kernel[(triton.cdiv(rows, tile["ROWS"]), members)](
         u, bias.contiguous(), scale.contiguous(), shift.contiguous(), y, rows, eps, C=width, **tile
     )
@@ -127,7 +127,7 @@ def gelu_norm_backward(
     u, dy = u.contiguous(), dy.contiguous()
     members, rows, width = u.shape
     du = torch.empty_like(u)
-    tile = _tile(width, 256, 32)
+    tile = tile_of(width, 256, 32)
     programs, steps = share(triton.cdiv(rows, tile["ROWS"]), max(1, PROGRAMS // members))
     partial = u.new_empty((programs, 3, members, 1, width) if sums else 0, dtype=torch.float32)
     _gelu_norm_backward_kernel[(programs, members)](

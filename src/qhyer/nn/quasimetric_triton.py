@@ -18,10 +18,17 @@ from qhyer.nn.total_triton import front
 
 
 @triton.jit
-def _ends(x_ptr, y_ptr, x, y, row, known, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which left and which right ends (rows, BLOCK) are ends of the union: those that no other interval covers. Of
-    intervals with a common end, the first has it."""
+def _ends(x_ptr, y_ptr, M, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program's groups: their numbers (rows,), places and intervals (rows, BLOCK), and which left and which right
+    ends are ends of the union: those that no other interval covers. Of intervals with a common end, the first has it.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BLOCK)
+    known = row < M
+    at = row[:, None] * K + i[None, :]
+    cell = known[:, None] & (i < K)[None, :]
+    x = tl.load(x_ptr + at, mask=cell, other=0.0)
+    y = tl.load(y_ptr + at, mask=cell, other=0.0)
     left = x < y
     right = left
     for j in tl.static_range(K):
@@ -31,20 +38,14 @@ def _ends(x_ptr, y_ptr, x, y, row, known, K: tl.constexpr, BLOCK: tl.constexpr):
         valid = xj < yj
         left = left & ~(((xj < x) | ((xj == x) & before)) & (yj >= x) & valid)
         right = right & ~(((yj > y) | ((yj == y) & before)) & (xj <= y) & valid)
-    return left, right
+    return row, at, cell, x, y, left, right
 
 
 @triton.jit(do_not_specialize=["M"])
 def _union_forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, length_ptr, M, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    i = tl.arange(0, BLOCK)
-    cell = (row < M)[:, None] & (i < K)[None, :]
-    at = row[:, None] * K + i[None, :]
-    x = tl.load(x_ptr + at, mask=cell, other=0.0)
-    y = tl.load(y_ptr + at, mask=cell, other=0.0)
-    left, right = _ends(x_ptr, y_ptr, x, y, row, row < M, K, BLOCK)
+    row, _at, _cell, x, y, left, right = _ends(x_ptr, y_ptr, M, K, BLOCK, ROWS)
     length = tl.sum(tl.where(right, y, 0.0) - tl.where(left, x, 0.0), 1)
     length += tl.sum(tl.where((x != x) | (y != y), x + y, 0.0), 1)  # no comparison shows what is not a number
     tl.store(length_ptr + row, length, mask=row < M)
@@ -54,13 +55,7 @@ def _union_forward_kernel(  # type: ignore[no-untyped-def]
 def _union_backward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, dlength_ptr, dx_ptr, dy_ptr, M, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    i = tl.arange(0, BLOCK)
-    cell = (row < M)[:, None] & (i < K)[None, :]
-    at = row[:, None] * K + i[None, :]
-    x = tl.load(x_ptr + at, mask=cell, other=0.0)
-    y = tl.load(y_ptr + at, mask=cell, other=0.0)
-    left, right = _ends(x_ptr, y_ptr, x, y, row, row < M, K, BLOCK)
+    row, at, cell, _x, _y, left, right = _ends(x_ptr, y_ptr, M, K, BLOCK, ROWS)
     dlength = tl.load(dlength_ptr + row, mask=row < M, other=0.0)[:, None]
     tl.store(dx_ptr + at, tl.where(left, -dlength, 0.0), mask=cell)
     tl.store(dy_ptr + at, tl.where(right, dlength, 0.0), mask=cell)

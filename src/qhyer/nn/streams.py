@@ -72,11 +72,9 @@ def side_by_side(name: str, calls: Sequence[Callable[[], First]], inputs: Iterab
     return [one, *others]
 
 
-Loss = tuple[Tensor, dict[str, Tensor]]
-"""a scalar to minimise, and metrics"""
-
-
-def all_at_once(losses: Sequence[Callable[[], Loss]], inputs: Iterable[Tensor]) -> Loss:
-    """The sum of losses of which none waits for another, and the metrics of all."""
+def all_at_once(
+    losses: Sequence[Callable[[], tuple[Tensor, dict[str, Tensor]]]], inputs: Iterable[Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of losses (scalar, metrics) of which none waits for another, and the metrics of all."""
     found = side_by_side("losses", losses, inputs)
     return sum((loss for loss, _ in found[1:]), found[0][0]), {k: v for _, metrics in found for k, v in metrics.items()}

@@ -1,0 +1,44 @@
+"""What kernels that hold whole rows share: which columns are a thread's, the norm of a row and its gradient, tiles.
+
+Importing qhyer does not import this module.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def columns(BLOCK: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """VECTOR columns in a row are one thread's. Were these more than make one row of a warp's share, the compiler would
+    put some warps on other rows, and sums over rows would pass through shared memory."""
+    return tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
+
+
+@triton.jit
+def row_norm(v, column, eps, C: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The norm of rows v without scale and bias, and 1 / deviation. Columns past C come out as zero."""
+    if BLOCK != C:
+        v = tl.where(column[None, :], v, 0.0)
+    v -= (tl.sum(v, 1) * (1.0 / C))[:, None]
+    if BLOCK != C:
+        v = tl.where(column[None, :], v, 0.0)
+    inverse = (1.0 / tl.sqrt(tl.sum(v * v, 1) * (1.0 / C) + eps))[:, None]
+    return v * inverse, inverse
+
+
+@triton.jit
+def row_norm_backward(dv, v, inverse, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """From the gradient by v, normalised, that by what the norm was given. dv and v are zero past C."""
+    first = (tl.sum(dv, 1) * (1.0 / C))[:, None]
+    second = (tl.sum(dv * v, 1) * (1.0 / C))[:, None]
+    return inverse * (dv - first - v * second)
+
+
+def tile_of(width: int, columns: int, each: int) -> dict[str, int]:
+    """`columns`: of a warp at most; `each`: elements of a thread."""
+    block = max(16, triton.next_power_of_2(width))
+    warps = min(8, max(1, block // columns))
+    vector = min(4, max(1, block // (32 * warps)))
+    return dict(BLOCK=block, VECTOR=vector, ROWS=max(1, each * 32 * warps // block), num_warps=warps)
