@@ -14,7 +14,6 @@ import torch
 from test_train import CPU, TwoStages, assert_same, data_file, two_stages  # noqa: F401
 
 from qhyer import agents, checkpoint, runs
-from qhyer import train as training
 from qhyer.errors import UserError
 from qhyer.lane import Lane
 from qhyer.train import NonFinite, train, train_seeds

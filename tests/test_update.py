@@ -11,7 +11,6 @@ import torch
 from test_train import assert_same, stop_at
 
 from qhyer import agents
-from qhyer import train as training
 from qhyer.train import TrainConfig, train
 from qhyer.update import GraphedUpdate, Update, is_capturable
 
