@@ -95,6 +95,19 @@ def test_what_must_be_known_before_comparing(tmp_path, make_run):
     assert "again was not evaluated on task 2" in notes
 
 
+def test_a_preset_with_other_settings_is_said_to_be(tmp_path, make_run):
+    make_run(tmp_path, "gcbc", 0, {1: [1]}, config={"steps": 20, "hidden": [16], "learning_rate": 3e-4})
+    (note,) = warnings(groups(collect([tmp_path])))
+    assert "not the preset as it stands: steps=20 (preset: 3400), hidden=[16] (preset: [" in note
+    assert "learning_rate" not in note
+
+
+def test_a_preset_nobody_knows_has_nothing_to_depart_from(tmp_path, make_run):
+    make_run(tmp_path, "gcbc", 0, {1: [1]}, preset="mine", config={"steps": 20})
+    make_run(tmp_path, "other", 0, {1: [1]}, config={"steps": 20})
+    assert warnings(groups(collect([tmp_path]))) == []
+
+
 def test_published_numbers_add_up_to_the_totals_their_paper_prints():
     totals = {
         ("cube", "play"): [24, 68, 16, 0, 8, 90, 111, 6, 35, 152],

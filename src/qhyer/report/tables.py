@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from qhyer.config import fingerprint
+from qhyer.config import fingerprint, to_dict
+from qhyer.errors import UserError
 from qhyer.records import normalised
 from qhyer.report.collect import COLUMNS, OPTIONAL, Episode, Run, Table, natural
 from qhyer.report.statistics import iqm, mean_and_std, seed_bootstrap, wilson
@@ -134,10 +135,10 @@ def groups(table: Table) -> list[Group]:
     """Runs by dataset, agent and preset. Where such runs are variants of a sweep or have different settings, they
     are told apart by those, so that an ablation is never averaged with the real thing."""
     by_name: dict[tuple[str, str, str], list[Run]] = {}
-    presets: dict[tuple[str, str], set[str]] = {}
+    beside: dict[tuple[str, str], set[str]] = {}  # presets of one agent on one dataset
     for run in table.runs:
         by_name.setdefault((run.dataset, run.agent, run.preset), []).append(run)
-        presets.setdefault((run.dataset, run.agent), set()).add(run.preset)
+        beside.setdefault((run.dataset, run.agent), set()).add(run.preset)
     found: list[Group] = []
     for (dataset, agent, preset), runs in by_name.items():
         variants: dict[str, list[Run]] = {}
@@ -148,7 +149,7 @@ def groups(table: Table) -> list[Group]:
             for run, settings in zip(alike, _variants(alike)):
                 variants.setdefault(", ".join(filter(None, (name, settings))), []).append(run)
         for variant, members in variants.items():
-            label = agent if len(presets[dataset, agent]) == 1 else f"{agent} {preset}"
+            label = agent if len(beside[dataset, agent]) == 1 else f"{agent} {preset}"
             label += f" ({variant})" if variant else ""
             found.append(Group(dataset, agent, preset, variant, label, tuple(members)))
     return sorted(found, key=lambda g: (natural(g.dataset), g.agent, g.preset, natural(g.variant)))
@@ -177,11 +178,34 @@ def _variants(runs: Sequence[Run]) -> list[str]:
     return labels
 
 
+def departures(run: Run) -> list[str]:
+    """`steps=20 (preset: 1000000)`, ...: where a run's configuration is not its preset's, as far as both say it."""
+    config = run.info.get("config")
+    if not isinstance(config, Mapping):
+        return []
+    try:
+        from qhyer import presets  # here: agents need torch, and a report should do without
+
+        preset, _ = presets.resolve(run.agent, run.preset, run.dataset)
+    except (UserError, ImportError):  # an agent or a preset that this version does not know
+        return []
+    own, named = _flat(config), _flat(to_dict(preset))
+    return [
+        f"{name}={_text(own[name])} (preset: {_text(value)})"
+        for name, value in named.items()
+        if name in own and own[name] != value
+    ]
+
+
 def warnings(found: Sequence[Group]) -> list[str]:
     """What a reader must know before comparing the lines."""
     notes = []
     for group in found:
         name = f"{group.label} on {group.dataset} (preset {group.preset})"
+        changed = departures(group.runs[0])
+        if changed:
+            shown = changed if len(changed) <= 6 else [*changed[:5], f"and {len(changed) - 5} more"]
+            notes.append(f"{name}: not the preset as it stands: {', '.join(shown)}")
         seeds = [run.seed for run in group.scored]
         for seed in sorted({seed for seed in seeds if seeds.count(seed) > 1}):
             notes.append(f"{name}: {seeds.count(seed)} different runs have seed {seed}; each counts as a seed")
