@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,21 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     path = timing.run(datasets=("cube-single-play",), device="cuda", seconds=0.2, out=tmp_path, quiet=True)
     (row,) = json.loads(path.read_text())["rows"]
     assert set(row["paths"].values()) == {"captured"}
+
+
+def test_the_page_has_the_times_that_were_taken():
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "analyses" / "timing.md").read_text(encoding="utf-8")
+    section = page.split("\n## Here\n")[1].split("\n## ")[0]
+    with open(root / "results" / "analyses" / "timing-cuda" / "timing.csv", newline="") as file:
+        taken = list(csv.DictReader(file))
+    assert {row["dataset"] for row in taken} == set(timing.PAPER)
+    for row in taken:
+        times = [float(row[name]) for name in ("flow_train", "actor_train", "infer_q", "infer_a")]
+        rate = float(row["actor_train_gflop"]) / float(row["actor_train"])
+        cells = [
+            *(f"{t:.3g}" if t >= 1 else f"{t:.3f}" for t in times),
+            f"{float(row['nf_percent']):.1f}",
+            f"{rate:.0f}",
+        ]
+        assert f"| {row['dataset'].removesuffix('-v0')} | {' | '.join(cells)} |" in section

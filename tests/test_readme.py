@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -161,3 +162,14 @@ def test_ablations_are_those_of_their_rows(table, tmp_path):
 
 def cells_of(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_baselines_take_as_long_as_was_measured():
+    page = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8").split("\n**The baselines.**")[1]
+    rows = {row["name"]: row for row in json.loads((ROOT / "results/bench/agents.json").read_text())["rows"]}
+    for name in ("gcbc", "gcivl", "gciql", "qrl", "crl", "hiql", "nf_gcbc"):
+        one, stacked = rows[name], [rows.get(f"{name}, {seeds} seeds") for seeds in (2, 8)]
+        cells = [f"{one['ms']:.2f}", f"{one['floor_ms']:.3f}"]
+        cells += [f"{one['extra'][path]:.1f}" for path in ("eager_ms", "plain_ms")]
+        cells += [f"{row['extra']['seed_ms']:.2f}" if row else "not stacked" for row in stacked]
+        assert f"| {name} | {' | '.join(cells)} |" in page

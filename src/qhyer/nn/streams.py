@@ -24,6 +24,10 @@ Second = TypeVar("Second")
 def _beside(device: torch.device, stream: int, name: str) -> torch.cuda.Stream:
     """The partner of a stream for this kind of work. One each, so that neither runs that share a GPU nor two parts of
     one run that are beside the same stream wait for one another."""
+    # A parameter that two parts use has its gradient summed on one of their streams, on purpose: torch need not warn.
+    hush = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)  # since torch 2.10
+    if hush is not None:
+        hush(False)
     return torch.cuda.Stream(device)
 
 
