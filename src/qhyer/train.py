@@ -67,8 +67,8 @@ class TrainConfig:
     graph: bool = True
     """on CUDA, capture the whole update in a graph; what cannot be captured runs without, and says so"""
     compile: bool = False
-    """let torch's compiler fuse the loss and its gradient, which takes it a minute at first; agents with kernels of their
-    own gain nothing (`qhyer bench agents --compile` tells). What cannot be compiled runs without, and says so"""
+    """let torch's compiler fuse the loss and its gradient, which takes it a minute at first; agents with kernels of
+    their own gain nothing (`qhyer bench agents --compile` tells). What cannot be compiled runs without, and says so"""
     together: Literal["auto", "stacked", "streams"] = "auto"
     """how several seeds train at once: stacked into one update, or an update each, on CUDA in a stream each; auto:
     stacked on CUDA where the agent allows it"""
