@@ -173,3 +173,20 @@ def test_the_baselines_take_as_long_as_was_measured():
         cells += [f"{one['extra'][path]:.1f}" for path in ("eager_ms", "plain_ms")]
         cells += [f"{row['extra']['seed_ms']:.2f}" if row else "not stacked" for row in stacked]
         assert f"| {name} | {' | '.join(cells)} |" in page
+
+
+def test_the_baselines_score_what_their_rows_say():
+    page = (ROOT / "docs" / "ogbench.md").read_text(encoding="utf-8").split("\n## The baselines\n")[1].split("\n## ")[0]
+    for dataset, agent, scores in baseline_scores():
+        (line,) = re.findall(rf"^\| {agent} \|.*$", page.split(f"| {dataset} |")[1].split("\n\n")[0], re.M)
+        assert cells_of(line)[2] == ", ".join(f"{score:.1f}" for score in scores)
+
+
+def baseline_scores() -> list[tuple[str, str, list[float]]]:
+    """Of each baseline on each OGBench dataset, the success of its seeds in their order."""
+    found = []
+    for folder in sorted((ROOT / "results" / "ogbench").glob("*/*-paper")):
+        agent = folder.name.removesuffix("-paper").upper().replace("_", "-")
+        rows = [read_rows(run / "episodes.csv") for run in sorted(folder.iterdir())]
+        found.append((folder.parent.name, agent, [100 * mean(row.success for row in run) for run in rows]))
+    return found
