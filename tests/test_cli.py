@@ -1,6 +1,7 @@
 """The commands a user types: the whole way on tiny data, and errors that say what to do, never a traceback."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,6 +126,35 @@ def test_a_short_evaluation_does_not_replace_a_long_one(mine, capsys):
     assert (mine.parent / "run" / "episodes.csv").read_text() == rows
     assert call("eval", "run", "--episodes", "1", "--tasks", "3", "--workers", "0", "--overwrite") == 0
     assert len((mine.parent / "run" / "episodes.csv").read_text().splitlines()) == 2
+
+
+def test_a_folder_of_runs_is_evaluated_run_by_run(mine, capsys):
+    where = ("--env", "pointmaze-medium-v0")
+    call("train", "gcbc", "mine.npz", "--steps", "2", "--seeds", "0", "1", "--out", "runs/both", *where, *TINY)
+    short = ("--episodes", "1", "--tasks", "3", "--workers", "0")
+    capsys.readouterr()
+    assert call("eval", "runs", *short) == 0
+    said = capsys.readouterr().out
+    assert "runs/both/s0: success" in said and "runs/both/s1: success" in said
+    shutil.rmtree(mine.parent / "runs" / "both" / "s0" / "checkpoints")
+    assert call("eval", "runs", *short) == 2
+    output = capsys.readouterr()
+    assert "runs/both/s1: success" in output.out
+    assert "1 of 2 runs could not be evaluated" in " ".join(output.err.split())
+
+
+def test_a_policy_from_the_middle_of_training_is_said_to_be(mine, capsys):
+    call("train", "gcbc", "mine.npz", "--steps", "2", "--out", "run", "--save-every", "1", *TINY)
+    assert call("export", "run", "--out", "whole") == 0
+    assert "not trained to its end" not in capsys.readouterr().err
+    assert call("export", "run", "--out", "half", "--step", "1") == 0
+    assert "not trained to its end: 1 of 2 updates" in " ".join(capsys.readouterr().err.split())
+
+
+def test_help_of_an_analysis_is_about_it(capsys):
+    assert call("analyze", "memory", "--help") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "How far back" in said and "side by side" in said and "gridworld-density" not in said
 
 
 @pytest.mark.parametrize("what", ["agents", "datasets", "presets", "analyses"])

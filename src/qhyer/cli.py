@@ -248,7 +248,7 @@ class _EvalOptions:
 
 def _eval(args: list[str]) -> int | None:
     from qhyer.evaluate import EvalConfig
-    from qhyer.runs import evaluate_run, score_text
+    from qhyer.runs import below, evaluate_run, score_text
 
     options_type = dataclasses.make_dataclass(
         "Options",
@@ -264,7 +264,8 @@ def _eval(args: list[str]) -> int | None:
         options_type,
         args=args,
         prog="qhyer eval",
-        description="Evaluate trained runs, or a model, on every task of the environment; rows go to RUN/episodes.csv.",
+        description="Evaluate trained runs (in a folder: all), or a model, on every task of the environment; rows go to "
+        "RUN/episodes.csv.",
     )
     if options.model is not None:
         if options.runs or options.step is not None:
@@ -286,17 +287,27 @@ def _eval(args: list[str]) -> int | None:
         raise UserError("give at least one run's folder: qhyer eval RUN..., or a model: qhyer eval --model NAME")
     if options.out is not None:
         raise UserError("--out goes with --model; the rows of a run stay with the run")
-    for run in options.runs:
-        rate = evaluate_run(
-            run,
-            options.eval,
-            step=options.step,
-            environment=options.env,
-            device=options.device,
-            workers=options.workers,
-            overwrite=options.overwrite,
-        )
+    chosen, failed = below(*options.runs), []
+    for run in chosen:
+        try:
+            rate = evaluate_run(
+                run,
+                options.eval,
+                step=options.step,
+                environment=options.env,
+                device=options.device,
+                workers=options.workers,
+                overwrite=options.overwrite,
+            )
+        except UserError as error:
+            if len(chosen) == 1:
+                raise
+            failed.append(f"{run}: {error}")  # the others need not wait for it
+            print(f"skipped: {failed[-1]}", file=sys.stderr)
+            continue
         print(f"{run}: success {100 * rate:.1f} %{score_text(run, options.step, options.env)}")
+    if failed:
+        raise UserError(f"{len(failed)} of {len(chosen)} runs could not be evaluated: " + "; ".join(failed))
     return 0
 
 

@@ -339,6 +339,9 @@ def export_command(
     made = export(run, out, step=step, dtype=dtype, overwrite=overwrite)
     size = megabytes(read(made))
     print(f"{made}: {size:.1f} MB")
+    had = int(read(made)["updates"])
+    if had < runs.planned(run, had):
+        print(f"warning: {run} is not trained to its end: {had} of {runs.planned(run, had)} updates", file=sys.stderr)
     if size > max_mb:
         advice = "--dtype bf16 halves it" if dtype == "fp32" else "train a smaller one (--agent.width)"
         print(f"warning: the weights take {size:.1f} MB, more than {max_mb:g}; {advice}", file=sys.stderr)

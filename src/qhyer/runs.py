@@ -89,6 +89,25 @@ def read(run: Path) -> dict[str, Any]:
     return info
 
 
+def below(*paths: Path) -> list[Path]:
+    """The runs that are meant: a run itself, or all there are in a folder that is none."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if (path / "run.json").is_file():
+            found.append(path)
+            continue
+        inside = sorted(file.parent for file in path.rglob("run.json"))
+        if not inside:
+            raise UserError(f"{path} is not a run, and there is none in it: no run.json (`qhyer train` makes runs)")
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+def planned(run: Path, step: int) -> int:
+    """How many updates the training that saved this checkpoint was to have."""
+    return int(checkpoint.read_state(Path(run) / "checkpoints" / f"{step:08d}").get("total", step))
+
+
 def build_agent(name: str, config: Any, spec: DataSpec, seed: int) -> Agent:
     """A fresh agent; its initial weights depend on the seed alone."""
     with torch.random.fork_rng(devices=[]):

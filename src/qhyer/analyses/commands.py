@@ -10,7 +10,7 @@ from rich.console import Console
 
 from qhyer import analyses
 from qhyer.errors import UserError
-from qhyer.runs import resolve_device
+from qhyer.runs import below, resolve_device
 
 
 def main(args: Sequence[str]) -> int:
@@ -20,10 +20,16 @@ def main(args: Sequence[str]) -> int:
         path = tyro.cli(analysis.run, args=args[1:], prog=f"qhyer analyze {args[0]}")
         print(f"written: {path} and beside it .csv, .png and .svg")
         return 0
-    return tyro.cli(analyze, args=args, prog="qhyer analyze", description=_description())
+    return tyro.cli(analyze, args=args, prog="qhyer analyze", description=_description(args))
 
 
-def _description() -> str:
+def _description(args: Sequence[str]) -> str:
+    name = args[0].replace("-", "_") if args else ""
+    if name in analyses.names():
+        together = f"\nSeveral runs are put side by side in results/analyses/{name}/."
+        together = together if hasattr(analyses.load(name), "compare") else ""
+        return f"{analyses.question(name)}\n\nqhyer analyze {name} RUN...: printed, and written to RUN/analyses/.{together}"
+
     def lines(of_runs: bool) -> str:
         names = [name for name in analyses.names() if analyses.needs_run(name) == of_runs]
         shown = [name if of_runs else name.replace("_", "-") for name in names]
@@ -50,7 +56,7 @@ def analyze(
 
     Args:
         name: an analysis of `qhyer list analyses`
-        runs: run folders
+        runs: run folders, or folders of runs
         device: cpu, cuda, or auto
         data: an npz to look at instead of the dataset the run was trained on, such as its validation file
         out: folder of the table and figure of several runs side by side, where the analysis makes them (memory);
@@ -68,6 +74,7 @@ def analyze(
     console = Console(stderr=True, highlight=False)
     print(analyses.question(name))
     answered = []
+    runs = tuple(below(*runs))
     for run in runs:
         print(f"\n{run}")
         try:
