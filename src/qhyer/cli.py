@@ -264,8 +264,8 @@ def _eval(args: list[str]) -> int | None:
         options_type,
         args=args,
         prog="qhyer eval",
-        description="Evaluate trained runs (in a folder: all), or a model, on every task of the environment; rows go to "
-        "RUN/episodes.csv.",
+        description="Evaluate trained runs (in a folder: all), or a model, on every task of the environment; "
+        "rows go to RUN/episodes.csv.",
     )
     if options.model is not None:
         if options.runs or options.step is not None:

@@ -26,9 +26,9 @@ def main(args: Sequence[str]) -> int:
 def _description(args: Sequence[str]) -> str:
     name = args[0].replace("-", "_") if args else ""
     if name in analyses.names():
-        together = f"\nSeveral runs are put side by side in results/analyses/{name}/."
-        together = together if hasattr(analyses.load(name), "compare") else ""
-        return f"{analyses.question(name)}\n\nqhyer analyze {name} RUN...: printed, and written to RUN/analyses/.{together}"
+        text = f"{analyses.question(name)}\n\nqhyer analyze {name} RUN...: printed, and written to RUN/analyses/."
+        several = f"\nSeveral runs are put side by side in results/analyses/{name}/."
+        return text + (several if hasattr(analyses.load(name), "compare") else "")
 
     def lines(of_runs: bool) -> str:
         names = [name for name in analyses.names() if analyses.needs_run(name) == of_runs]
