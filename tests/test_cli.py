@@ -165,6 +165,14 @@ def test_list(what, capsys):
     ] in capsys.readouterr().out
 
 
+def test_presets_of_one_agent_come_with_their_sources(capsys):
+    assert call("list", "presets", "gciql") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "alpha" in said and "source" in said and "hiql" not in said
+    assert call("list", "presets", "nobody") == 2
+    assert call("list", "agents", "gciql") == 2
+
+
 def test_help_names_every_command(capsys):
     assert call("--help") == 0
     text = capsys.readouterr().out

@@ -162,7 +162,7 @@ def _train(args: list[str]) -> int | None:
     )
     parser.add_argument("agent", help="agent name (`qhyer list agents`)")
     parser.add_argument("dataset", help="dataset name (`qhyer list datasets`) or path of an npz or HDF5 (docs/data.md)")
-    parser.add_argument("--preset", default="paper", help="which preset (`qhyer list presets`)")
+    parser.add_argument("--preset", default="paper", help="which preset (`qhyer list presets AGENT`)")
     if len(args) < 2 or args[0].startswith("-") or args[1].startswith("-"):
         parser.print_help()
         if {"-h", "--help"} & set(args):
@@ -420,8 +420,16 @@ def _demo(args: list[str]) -> int | None:
 def _list(args: list[str]) -> int | None:
     def show(
         what: tyro.conf.Positional[Literal["agents", "datasets", "presets", "ablations", "analyses", "models"]],
+        agent: tyro.conf.Positional[str | None] = None,
     ) -> int:
-        """Print what there is."""
+        """Print what there is.
+
+        Args:
+            what: of which kind
+            agent: of presets: this agent's alone, every line with what it changes and its source
+        """
+        if agent is not None and what != "presets":
+            raise UserError(f"an agent's name goes with presets: qhyer list presets {agent}")
         from rich.console import Console
         from rich.table import Table
 
@@ -440,14 +448,21 @@ def _list(args: list[str]) -> int | None:
             for name in agents.names():
                 module = sys.modules[agents.load(name).__module__]
                 table.add_row(name, (module.__doc__ or "").strip().splitlines()[0])
+        elif what == "presets" and agent is not None:
+            for column in ("preset", "datasets", "what differs", "source"):
+                table.add_column(column)
+            for preset, rules in presets.table(agent).items():
+                for rule in rules:
+                    differs = ", ".join(f"{k} {v}" for k, v in rule.overrides.items())
+                    table.add_row(preset, rule.pattern, differs, rule.source)
         elif what == "presets":
-            for column in ("agent", "preset", "datasets", "what differs", "source"):
+            for column in ("agent", "preset", "datasets with settings of their own"):
                 table.add_column(column)
             for name in agents.names():
                 for preset, rules in presets.table(name).items():
-                    for rule in rules:
-                        differs = ", ".join(f"{k} {v}" for k, v in rule.overrides.items())
-                        table.add_row(name, preset, rule.pattern, differs, rule.source)
+                    own = dict.fromkeys(rule.pattern for rule in rules if rule.pattern != "*")
+                    table.add_row(name, preset, ", ".join(own))
+            table.caption = "`qhyer list presets AGENT`: what each changes, and where it is from"
         elif what == "ablations":
             from qhyer.ablate import ablations
 
