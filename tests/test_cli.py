@@ -143,6 +143,13 @@ def test_a_folder_of_runs_is_evaluated_run_by_run(mine, capsys):
     assert "1 of 2 runs could not be evaluated" in " ".join(output.err.split())
 
 
+def test_a_report_says_what_is_not_the_preset(mine, capsys):
+    call("train", "gcbc", "mine.npz", "--steps", "2", "--out", "run", "--env", "pointmaze-medium-v0", *TINY)
+    call("eval", "run", "--episodes", "1", "--tasks", "3", "--workers", "0")
+    assert call("report", "run", "--out", "page") == 0
+    assert "not the preset as it stands: steps=2 (preset: 1000000)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_policy_from_the_middle_of_training_is_said_to_be(mine, capsys):
     call("train", "gcbc", "mine.npz", "--steps", "2", "--out", "run", "--save-every", "1", *TINY)
     assert call("export", "run", "--out", "whole") == 0

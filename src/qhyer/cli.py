@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -373,7 +374,17 @@ def _ablate(args: list[str]) -> int | None:
 def _report(args: list[str]) -> int | None:
     from qhyer.report import commands
 
-    return tyro.cli(commands.report, args=args, prog="qhyer report")
+    return tyro.cli(functools.partial(commands.report, preset_of=_preset), args=args, prog="qhyer report")
+
+
+def _preset(agent: str, preset: str, dataset: str) -> dict[str, Any] | None:
+    from qhyer import presets
+    from qhyer.config import to_dict
+
+    try:
+        return to_dict(presets.resolve(agent, preset, dataset)[0])
+    except UserError:  # of a version that knew more, or less
+        return None
 
 
 def _analyze(args: list[str]) -> int | None:

@@ -6,8 +6,8 @@ with a little noise on them, and a step along the score takes the noise off what
 Paper. Normalizing Flows are Capable Models for RL, 2025 (arXiv 2505.23527).
 Code. Princeton-RL/normalising-flows-4-reinforcement-learning, il-and-cil/flax_fcnf_gcbc.py at 5849e01.
 Deviations. The authors draw fresh noise at each step of an episode; here the noise is a fixed table, so that acting is
-a function of what is seen. The final state of an episode may be a goal; weight decay on matrices only; both hidden
-layers of a coupling have 256 units (320 and 256 in that file); PyTorch's initial weights in the encoder.
+a function of what is seen. Weight decay on matrices only; both hidden layers of a coupling have 256 units (320 and 256
+in that file), and their LayerNorm eps 1e-5 (1e-6 there); PyTorch's initial weights in the encoder.
 """
 
 from __future__ import annotations

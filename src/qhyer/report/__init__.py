@@ -13,6 +13,7 @@ from qhyer.report.ogbench import OGBENCH
 from qhyer.report.pointmaze import POINTMAZE
 from qhyer.report.suite import put_into, suite_of
 from qhyer.report.tables import (
+    PresetOf,
     SuccessRow,
     episodes_csv,
     groups,
@@ -41,12 +42,18 @@ class Report:
 
 
 def write_report(
-    runs: Sequence[Path], out: Path, *, summary: Path | None = None, table_in: Path | None = None
+    runs: Sequence[Path],
+    out: Path,
+    *,
+    summary: Path | None = None,
+    table_in: Path | None = None,
+    preset_of: PresetOf | None = None,
 ) -> Report:
     """Write `out`/index.html, success.csv, success.md and episodes.csv for every run found under `runs`.
 
     Where the runs are on several datasets of a suite, also its tables, such as ogbench.md: published against ours.
     `summary` is a file for one line per run, `table_in` a Markdown file that holds a suite's tables between two marks.
+    `preset_of` knows presets: with it, a run that is not its preset as it stands is said to be.
     A run that cannot be read is named in the page and in `problems`; raises `UserError` when none can.
     """
     from qhyer.report import html  # matplotlib takes a second to import; the tables do not need it
@@ -57,7 +64,7 @@ def write_report(
     found = groups(table)
     rows = success_rows(found)
     comparison = compare(rows)
-    notes = warnings(found)
+    notes = warnings(found, preset_of)
     shown = [(suite, suite.account(found, rows)) for suite in SUITES if suite.wanted(rows)]
     text, undrawn = html.page(table, found, rows, comparison, shown, notes, sources, out)
     write_text(out / "success.csv", success_csv(rows))

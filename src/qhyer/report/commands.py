@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
+import tyro
 from rich.console import Console
 from rich.table import Table as Grid
 
 from qhyer.report import Report, write_report
 from qhyer.report.tables import (
     OVERALL,
+    PresetOf,
     best,
     has_scores,
     identity,
@@ -29,18 +32,19 @@ def report(
     out: Path = Path("report"),
     summary: Path | None = None,
     table: Path | None = None,
+    preset_of: Annotated[PresetOf | None, tyro.conf.Suppress] = None,
 ) -> None:
     """Write one self-contained page about runs, with its tables beside it, and print the headline.
 
     Args:
         runs: Run folders, folders with runs at any depth (but not below one called exploration), episodes.csv files.
-        out: The folder to write: index.html, success.csv, success.md, episodes.csv; ogbench.md, mazes.md.
+        out: The folder to write: index.html, success.csv, success.md, episodes.csv; the suites' tables, such as ogbench.md.
         summary: A CSV to write as well: one line for each run, with its final success in percent and its score.
         table: A Markdown file with a suite's two comment marks, such as docs/ogbench.md or docs/mazes.md: the
             suite's table is put between them.
     """
     console = Console()
-    made = write_report(runs, out, summary=summary, table_in=table)
+    made = write_report(runs, out, summary=summary, table_in=table, preset_of=preset_of)
     for grid, short in zip(headline(made), headline(made, tasks=False)):
         room = console.options.update(max_width=1000)  # measured as if there were room for everything
         fits = console.measure(grid, options=room).maximum <= console.width

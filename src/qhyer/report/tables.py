@@ -6,15 +6,14 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from qhyer.config import fingerprint, to_dict
-from qhyer.errors import UserError
+from qhyer.config import fingerprint
 from qhyer.records import normalised
 from qhyer.report.collect import COLUMNS, OPTIONAL, Episode, Run, Table, natural
 from qhyer.report.statistics import iqm, mean_and_std, seed_bootstrap, wilson
@@ -178,18 +177,16 @@ def _variants(runs: Sequence[Run]) -> list[str]:
     return labels
 
 
-def departures(run: Run) -> list[str]:
-    """`steps=20 (preset: 1000000)`, ...: where a run's configuration is not its preset's, as far as both say it."""
-    config = run.info.get("config")
-    if not isinstance(config, Mapping):
-        return []
-    try:
-        from qhyer import presets  # here: agents need torch, and a report should do without
+PresetOf = Callable[[str, str, str], Mapping[str, Any] | None]
+"""(agent, preset, dataset) -> its configuration, None if nobody knows it. Agents need torch, and a report does not."""
 
-        preset, _ = presets.resolve(run.agent, run.preset, run.dataset)
-    except (UserError, ImportError):  # an agent or a preset that this version does not know
+
+def departures(run: Run, preset_of: PresetOf) -> list[str]:
+    """`steps=20 (preset: 1000000)`, ...: where a run's configuration is not its preset's, as far as both say it."""
+    config, preset = run.info.get("config"), preset_of(run.agent, run.preset, run.dataset)
+    if not isinstance(config, Mapping) or preset is None:
         return []
-    own, named = _flat(config), _flat(to_dict(preset))
+    own, named = _flat(config), _flat(preset)
     return [
         f"{name}={_text(own[name])} (preset: {_text(value)})"
         for name, value in named.items()
@@ -197,12 +194,12 @@ def departures(run: Run) -> list[str]:
     ]
 
 
-def warnings(found: Sequence[Group]) -> list[str]:
+def warnings(found: Sequence[Group], preset_of: PresetOf | None = None) -> list[str]:
     """What a reader must know before comparing the lines."""
     notes = []
     for group in found:
         name = f"{group.label} on {group.dataset} (preset {group.preset})"
-        changed = departures(group.runs[0])
+        changed = departures(group.runs[0], preset_of) if preset_of else []
         if changed:
             shown = changed if len(changed) <= 6 else [*changed[:5], f"and {len(changed) - 5} more"]
             notes.append(f"{name}: not the preset as it stands: {', '.join(shown)}")
