@@ -136,11 +136,13 @@ def test_a_folder_of_runs_is_evaluated_run_by_run(mine, capsys):
     assert call("eval", "runs", *short) == 0
     said = capsys.readouterr().out
     assert "runs/both/s0: success" in said and "runs/both/s1: success" in said
-    shutil.rmtree(mine.parent / "runs" / "both" / "s0" / "checkpoints")
+    (mine.parent / "runs/both/s0/checkpoints/00000002/agent.safetensors").write_bytes(b"")
     assert call("eval", "runs", *short) == 2
     output = capsys.readouterr()
     assert "runs/both/s1: success" in output.out
     assert "1 of 2 runs could not be evaluated" in " ".join(output.err.split())
+    shutil.rmtree(mine.parent / "runs/both/s0/checkpoints")  # rows without weights are no run to evaluate
+    assert call("eval", "runs", *short) == 0
 
 
 def test_a_report_says_what_is_not_the_preset(mine, capsys):

@@ -45,6 +45,10 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `qhyer`. Errors meant for the user are printed without a traceback, exit code 2."""
     args = list(sys.argv[1:] if arguments is None else arguments)
+    if not {"", os.getcwd()} & set(
+        sys.path
+    ):  # as with `python -m qhyer`: --env module:Id finds a module of this folder
+        sys.path.append(os.getcwd())
     try:
         code = _dispatch(args) or 0
         if "qhyer.distributed" in sys.modules:
@@ -59,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except OSError as error:
         if error.filename is None:
             raise
@@ -148,7 +155,7 @@ class _TrainOptions:
 
 
 def _train(args: list[str]) -> int | None:
-    from qhyer import agents, distributed, presets, runs
+    from qhyer import agents, distributed, presets, rollout, runs
     from qhyer.config import replace
     from qhyer.data import registry
     from qhyer.data.episodes import FILES, HDF5
@@ -199,6 +206,8 @@ def _train(args: list[str]) -> int | None:
             raise UserError("--goal is for your own file; a registered dataset has its goal coordinates")
         goal = [int(g) if g.lstrip("-").isdigit() else g for g in options.goal]
         episodes = Episodes.load(path, goal=goal)
+    if options.env is not None:
+        rollout.check(options.env)  # now, and not when hours of training are to be evaluated
     what = (known.agent, str(path) if path.suffix in FILES else name, config)
     common: dict[str, Any] = dict(
         preset=known.preset, resume=options.resume, episodes=episodes, environment=options.env
@@ -248,8 +257,9 @@ class _EvalOptions:
 
 
 def _eval(args: list[str]) -> int | None:
+    from qhyer import checkpoint
     from qhyer.evaluate import EvalConfig
-    from qhyer.runs import below, evaluate_run, score_text
+    from qhyer.runs import below, evaluate_run, planned, score_text
 
     options_type = dataclasses.make_dataclass(
         "Options",
@@ -303,12 +313,15 @@ def _eval(args: list[str]) -> int | None:
         except UserError as error:
             if len(chosen) == 1:
                 raise
-            failed.append(f"{run}: {error}")  # the others need not wait for it
-            print(f"skipped: {failed[-1]}", file=sys.stderr)
+            failed.append(run)  # the others need not wait for it
+            print(f"skipped: {run}: {error}", file=sys.stderr)
             continue
         print(f"{run}: success {100 * rate:.1f} %{score_text(run, options.step, options.env)}")
+        at = options.step or max(checkpoint.steps(run / "checkpoints"))
+        if at < planned(run, at):
+            print(f"note: {run} is not trained to its end: {at} of {planned(run, at)} updates", file=sys.stderr)
     if failed:
-        raise UserError(f"{len(failed)} of {len(chosen)} runs could not be evaluated: " + "; ".join(failed))
+        raise UserError(f"{len(failed)} of {len(chosen)} runs could not be evaluated (see above)")
     return 0
 
 

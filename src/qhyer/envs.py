@@ -9,8 +9,10 @@ import io
 import os
 import re
 import tempfile
+import traceback
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,9 +32,23 @@ def make(environment: str) -> Any:
     import ogbench  # noqa: F401  (registers its environments)
 
     try:
-        return gymnasium.make(environment, disable_env_checker=True)
+        env = gymnasium.make(environment, disable_env_checker=True)
     except gymnasium.error.Error as error:
         raise UserError(f"no environment is called {environment!r}: {error}") from error
+    except ImportError as error:
+        raise UserError(f"{environment}: its module cannot be imported: {error}") from error
+    except Exception as error:
+        raise UserError(f"{environment} cannot be made: {told(error)}") from error
+    if env.spec is not None and env.spec.max_episode_steps is None:
+        raise UserError(f"{environment} is registered without max_episode_steps: an episode might never end")
+    return env
+
+
+def told(error: Exception) -> str:
+    """An error in somebody's environment in one line, with the place where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def of_dataset(dataset: str) -> str | None:
@@ -96,7 +112,9 @@ def _seeded_action_space(env: Any, seed: int) -> Iterator[None]:
     block they hold on to one. Without it the arm's pose in the goal differs from reset to reset.
     """
     kind = type(env.unwrapped)
-    space = env.unwrapped.action_space
+    space = getattr(env.unwrapped, "action_space", None)
+    if space is None:
+        raise UserError(f"{env.spec.id} has no action_space, such as gymnasium.spaces.Box(-1, 1, (2,))")
     space.seed(seed)
     if env.unwrapped.action_space is space:
         yield

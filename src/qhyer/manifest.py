@@ -308,6 +308,8 @@ def _dataset(value: Any, place: str) -> str:
     name = _text(value, place)
     if name.endswith(".npz"):
         return str(Path(name).resolve())
+    if name.endswith((".hdf5", ".h5")):
+        raise UserError(f"{place}: a sweep takes npz files; `qhyer data convert {name} FILE.npz` makes one of it")
     return _checked(lambda: registry.get(name).name, place)
 
 

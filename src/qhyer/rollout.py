@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -44,6 +45,7 @@ class About:
     observation_dim: int
     geometry: dict[str, np.ndarray] | None
     """of a maze"""
+    action_shape: tuple[int, ...] = ()
 
 
 class ShardRunner:
@@ -71,7 +73,10 @@ class ShardRunner:
             returns.append(float(info.get("return", np.nan)))
         self.active = [i for i, done in zip(self.active, ended) if not done]
         self.returns = np.asarray(returns)
-        return np.stack(observations), np.asarray(ended), np.asarray(success)
+        seen = np.stack(observations)
+        if not np.isfinite(seen).all():
+            raise UserError("the environment's observations are not finite")
+        return seen, np.asarray(ended), np.asarray(success)
 
     def replay(self, specs: list[EpisodeSpec], actions: list[np.ndarray]) -> int:
         """The simulator alone: these episodes again, one after another, from their recorded actions -> steps taken."""
@@ -82,6 +87,20 @@ class ShardRunner:
         return sum(map(len, actions))
 
 
+@contextlib.contextmanager
+def _blamed(environment: str) -> Iterator[None]:
+    """What goes wrong in an environment is its author's to mend: one line, and where it was."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        for name, where in (("goal", "reset"), ("success", "step")):
+            if isinstance(error, KeyError) and error.args == (name,):
+                raise UserError(f"{environment}: the info of {where} lacks {name!r} (docs/protocol.md)") from error
+        raise UserError(f"{environment} failed: {envs.told(error)}") from error
+
+
 class Stepper:
     """One process's environments: a few shards, or parts of shards, under way at once, told apart by their slot."""
 
@@ -89,11 +108,22 @@ class Stepper:
         self.environment = environment
         self.template = envs.make(environment)
         tasks = envs.num_tasks(self.template)
-        observation, _ = envs.seeded_reset(self.template, 0, 1)
-        self.about = About(tasks, len(observation), envs.maze_geometry(self.template))
+        with _blamed(environment):
+            observation, goal = envs.seeded_reset(self.template, 0, 1)
+            shape = tuple(self.template.action_space.shape)
+        if observation.ndim != 1 or goal.shape != observation.shape:
+            raise UserError(
+                f"{environment}: observations must be vectors and goals whole observations, of the same size; it has "
+                f"observations of shape {observation.shape} and goals of shape {goal.shape} (docs/protocol.md)"
+            )
+        self.about = About(tasks, len(observation), envs.maze_geometry(self.template), shape)
         self.runners: dict[int, ShardRunner] = {}
 
     def answer(self, request: Any) -> tuple[int, Any]:
+        with _blamed(self.environment):
+            return self._answer(request)
+
+    def _answer(self, request: Any) -> tuple[int, Any]:
         kind, slot, payload = request
         if slot not in self.runners:
             self.runners[slot] = ShardRunner(self.environment, self.template)
@@ -115,12 +145,14 @@ def main() -> None:
     connections = [Connection(int(descriptor)) for descriptor in descriptors]
     try:
         stepper = Stepper(environment)
+        answer: Any = stepper.about
     except UserError as error:
-        connections[0].send(error)
-        return
+        answer = error
     try:
-        connections[0].send(stepper.about)
+        connections[0].send(answer)
     except BrokenPipeError:  # nobody waits for it any more: something else was wrong
+        return
+    if isinstance(answer, UserError):
         return
     children: list[int] = []
     mine = connections[0]
@@ -134,7 +166,10 @@ def main() -> None:
             connection.close()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while (request := mine.recv()) is not None:
-            mine.send(stepper.answer(request))
+            try:
+                mine.send(stepper.answer(request))
+            except UserError as error:
+                mine.send(error)
     mine.close()
     for child in children:
         os.waitpid(child, 0)
@@ -208,10 +243,7 @@ class Workers:
     def about(self) -> About:
         """Waits for the environment to be ready."""
         if self._about is None:
-            answer = self.receive(self.connections[0])
-            if isinstance(answer, UserError):
-                raise answer
-            self._about = answer
+            self._about = self.receive(self.connections[0])
         assert self._about is not None
         return self._about
 
@@ -223,6 +255,15 @@ class Workers:
 
     def receive(self, connection: Any) -> Any:
         try:
-            return connection.recv()
+            answer = connection.recv()
         except (EOFError, ConnectionResetError):
             raise RuntimeError(f"an evaluation worker for {self.environment} died; see its error above") from None
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+
+def check(environment: str) -> About:
+    """An environment that can be made and reset, in a process of its own; otherwise the user's error."""
+    with Workers(environment, 1) as pool:
+        return pool.about()

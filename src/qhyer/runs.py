@@ -27,7 +27,7 @@ from qhyer.agent import Agent
 from qhyer.config import from_dict
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
-from qhyer.evaluate import EpisodeResult, EvalConfig, evaluate, success_rate
+from qhyer.evaluate import EpisodeResult, EvalConfig, evaluate, plan, success_rate
 from qhyer.progress import Progress
 from qhyer.records import EpisodeRow, add_rows, mean_return, normalised, read_rows
 from qhyer.rng import stream_seed
@@ -96,9 +96,9 @@ def below(*paths: Path) -> list[Path]:
         if (path / "run.json").is_file():
             found.append(path)
             continue
-        inside = sorted(file.parent for file in path.rglob("run.json"))
+        inside = sorted(file.parent for file in path.rglob("run.json") if (file.parent / "checkpoints").is_dir())
         if not inside:
-            raise UserError(f"{path} is not a run, and there is none in it: no run.json (`qhyer train` makes runs)")
+            raise UserError(f"{path} is not a run, and none with a checkpoint is in it (`qhyer train` makes runs)")
         found += inside
     return list(dict.fromkeys(found))
 
@@ -250,11 +250,19 @@ def evaluate_agent(
                 f"{environment} has observations of {about.observation_dim} numbers, this policy was trained on "
                 f"{agent.spec.observation_dim}; name the environment of its data with --env"
             )
-        total = config.episodes * (about.tasks if config.tasks is None else len(config.tasks))
-        earlier = sum(row.step == at for row in read_rows(rows))
-        if earlier > total and not overwrite:
+        if about.action_shape not in ((), (agent.spec.action_dim,)):
             raise UserError(
-                f"{rows.parent} has an evaluation of {earlier} episodes of this checkpoint; --overwrite replaces it"
+                f"{environment} takes actions of shape {about.action_shape}, this policy gives {agent.spec.action_dim} "
+                "numbers; name the environment of its data with --env"
+            )
+        planned = {(s.task, s.episode, s.seed) for shard in plan(config, environment, about.tasks) for s in shard}
+        total = len(planned)
+        earlier = {(row.task, row.episode, row.env_seed) for row in read_rows(rows) if row.step == at}
+        if not earlier <= planned and not overwrite:
+            why = "" if len(earlier) > total else ", in another environment, of other tasks or with another seed"
+            raise UserError(
+                f"{rows.parent} has an evaluation of {len(earlier)} episodes of this checkpoint{why}; --overwrite "
+                "replaces it"
             )
         with Progress(title, total, quiet) as progress:
 

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from qhyer import rollout
 from qhyer.errors import UserError
 from qhyer.launch import Launcher, Lost, cores, failure, launch
 
@@ -104,7 +105,11 @@ def run_cells(
     console.print(
         f"{len(cells)} run{'s' if len(cells) > 1 else ''}, {len(cells) - len(todo)} finished, {len(todo)} to do"
     )
-    absent = _absent_data(todo) if launcher == "local" else ""  # nodes of a cluster may have what is not here
+    if launcher == "local":  # nodes of a cluster may have what is not here
+        for environment in dict.fromkeys(cell.environment for cell in todo if cell.eval is not None):
+            if environment is not None:
+                rollout.check(environment)
+    absent = _absent_data(todo) if launcher == "local" else ""
     if dry_run and absent:
         console.print(absent, markup=False, soft_wrap=True)
     if dry_run or not todo:

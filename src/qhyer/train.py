@@ -654,7 +654,16 @@ class _Loop:
         assert self.environment is not None
         if not distributed.is_main():
             return
-        results = evaluate(self.agent, self.environment, EvalConfig(episodes=self.config.eval_episodes))
+        try:
+            results = evaluate(self.agent, self.environment, EvalConfig(episodes=self.config.eval_episodes))
+        except Exception as error:
+            if distributed.active():  # saving is the work of all processes, and the others are not here
+                raise
+            self.save()
+            raise UserError(
+                f"the evaluation after update {self.step} failed: {error}. The update is saved: --resume goes on, with "
+                "--eval-every 0 without evaluations"
+            ) from error
         runs.save_evaluation(self.run, self.step, results, self.environment)
         self._note(f"update {self.step}: success {100 * success_rate(results):.1f} %")
 

@@ -232,7 +232,7 @@ def test_wrong_layouts_are_told(tmp_path):
     with pytest.raises(DataError, match=r"unknown layout \(it holds data, mask\): D4RL's is flat"):
         read(write(tmp_path / "robomimic.hdf5", {"data": [1], "mask": [1]}))
     flat = maze2d(200)
-    with pytest.raises(DataError, match="lacks rewards, terminals"):
+    with pytest.raises(DataError, match="lacks terminals"):
         read(write(tmp_path / "a.hdf5", {key: flat[key] for key in ("observations", "actions")}))
     with pytest.raises(DataError, match="unequal numbers of steps: 200 of observations, 199 of actions"):
         read(write(tmp_path / "b.hdf5", {**flat, "actions": flat["actions"][:-1]}))
@@ -340,3 +340,25 @@ def test_training_reads_hdf5(tmp_path, monkeypatch):
     info = runs.read(Path("run"))
     assert info["dataset"] == "maze2d-umaze-v1-hdf5" and info["environment"] is None  # other coordinates than ours
     assert info["spec"]["goal_indices"] == [0, 1]
+
+
+def own_file(path: Path, **others) -> Path:
+    rng = np.random.default_rng(0)
+    ends = np.arange(30) % 10 == 9
+    arrays = {"observations": rng.normal(size=(30, 3)), "actions": rng.uniform(-1, 1, (30, 2)), "terminals": ends}
+    return write(path, {**arrays, **others})
+
+
+def test_a_file_of_ones_own_needs_no_rewards_and_may_name_its_goal(tmp_path):
+    plain, notes = read(own_file(tmp_path / "mine.hdf5"))
+    assert "rewards" not in plain and notes == [] and np.flatnonzero(plain["terminals"]).tolist() == [9, 19, 29]
+    named = {"goal_indices": np.array([2]), "observation_names": np.array([b"x", b"y", b"z"])}
+    told = Episodes.load(own_file(tmp_path / "named.hdf5", **named))
+    assert told.goal_indices == (2,)
+
+
+def test_ends_of_a_file_of_ones_own(tmp_path):
+    with pytest.raises(DataError, match="neither terminals nor timeouts marks an end"):
+        read(own_file(tmp_path / "none.hdf5", terminals=np.zeros(30, bool)))
+    arrays, (note,) = read(own_file(tmp_path / "cut.hdf5", terminals=np.arange(30) == 9))
+    assert "the last row is not marked" in note and np.flatnonzero(arrays["terminals"]).tolist() == [9, 29]

@@ -15,7 +15,7 @@ import numpy as np
 class Problem:
     severity: Literal["error", "warning"]
     code: str
-    """short and stable: nan, shape, ends, range, jump, constant, duplicate"""
+    """short and stable: nan, shape, ends, range, jump, constant, duplicate, rewards"""
     message: str
     """what was found, where, and what it means"""
 
@@ -30,14 +30,28 @@ JUMP_MOST = 10.0  # times the 99% step, in most columns at once
 JUMP_STD = 0.5  # and at least this share of the column's spread
 
 
-def find_problems(observations: np.ndarray, actions: np.ndarray, terminals: np.ndarray) -> list[Problem]:
+def find_problems(
+    observations: np.ndarray, actions: np.ndarray, terminals: np.ndarray, rewards: np.ndarray | None = None
+) -> list[Problem]:
     """All problems, errors first. Never raises, whatever it is given."""
     try:
         with np.errstate(all="ignore"):
             problems = list(_find(np.asarray(observations), np.asarray(actions), np.asarray(terminals)))
+            wrong = None if rewards is None else wrong_rewards(np.asarray(rewards), len(np.asarray(observations)))
+            problems += [_error("rewards", wrong)] if wrong else []
     except Exception as error:  # arrays of a kind nobody thought of
         return [Problem("error", "shape", f"the arrays cannot be examined: {type(error).__name__}: {error}")]
     return sorted(problems, key=lambda problem: problem.severity != "error")
+
+
+def wrong_rewards(rewards: np.ndarray, rows: int) -> str | None:
+    """What is wrong with them, if anything is: one finite number for each row."""
+    if rewards.shape != (rows,) or rewards.dtype.kind not in "fiub":
+        return f"rewards has shape {rewards.shape} ({rewards.dtype}); give {rows} numbers, one a row"
+    finite = np.isfinite(rewards)
+    if not finite.all():
+        return f"rewards has values that are not finite, the first in row {int(np.argmin(finite))}"
+    return None
 
 
 def describe(name: str, problems: Sequence[Problem]) -> str:

@@ -82,7 +82,9 @@ def check(path: Path, /) -> int:
         return 1
     for note in notes:
         console.print(f"repaired when read: {note}", markup=False)
-    problems = checks.find_problems(arrays["observations"], arrays["actions"], arrays["terminals"])
+    problems = checks.find_problems(
+        arrays["observations"], arrays["actions"], arrays["terminals"], arrays.get("rewards")
+    )
     if not any(problem.code == "shape" for problem in problems):
         try:
             _stored_columns(arrays)
@@ -97,6 +99,11 @@ def check(path: Path, /) -> int:
     if errors:
         console.print("It cannot be trained on until the errors are mended.")
     return 1 if errors else 0
+
+
+def _problems(arrays: Mapping[str, np.ndarray]) -> list[checks.Problem]:
+    needed = (arrays["observations"], arrays["actions"], arrays["terminals"])
+    return checks.find_problems(*needed, arrays.get("rewards"))
 
 
 def info(name_or_path: str, /) -> int:
@@ -196,7 +203,9 @@ def convert(
     if cut == "arrivals":
         arrays = pieces.recut(arrays)
         notes.append("cut where a goal was reached")
-    problems = checks.find_problems(arrays["observations"], arrays["actions"], arrays["terminals"])
+    problems = checks.find_problems(
+        arrays["observations"], arrays["actions"], arrays["terminals"], arrays.get("rewards")
+    )
     if any(problem.severity == "error" for problem in problems):
         raise DataError(checks.describe(str(path), problems))
     sidecar = out.with_suffix(".json")

@@ -282,13 +282,10 @@ def goal_rewards(
 def _rewards(name: str, rewards: Any, rows: int) -> np.ndarray:
     """One finite number for each row."""
     values = np.asarray(rewards)
-    if values.shape != (rows,) or values.dtype.kind not in "fiub":
-        raise DataError(f"{name}: rewards has shape {values.shape} ({values.dtype}); give {rows} numbers, one a row")
-    values = values.astype(np.float32)
-    if not np.isfinite(values).all():
-        first = int(np.argmax(~np.isfinite(values)))
-        raise DataError(f"{name}: rewards has values that are not finite, the first in row {first}")
-    return values
+    wrong = check.wrong_rewards(values, rows)
+    if wrong:
+        raise DataError(f"{name}: {wrong}")
+    return values.astype(np.float32)
 
 
 def _end_flags(ends: np.ndarray, rows: int) -> np.ndarray:

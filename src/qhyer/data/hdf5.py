@@ -20,7 +20,7 @@ WALK = 1000  # transitions of the pieces a continuing walk is cut into, as in th
 # Further than anything moves in a step: the point at most 0.05, the ant about half a metre.
 JUMP = {"maze2d": 0.2, "antmaze": 1.0}
 ROUNDING = 1e-3  # actions this far beyond [-1, 1] are clipped; further ones are left for the check to refuse
-FLAT = ("observations", "actions", "rewards", "terminals")
+FLAT = ("observations", "actions", "terminals")
 LAYOUTS = (
     "D4RL's is flat (observations, actions, rewards, terminals, timeouts, infos/goal), Minari's has a group for each "
     "episode (episode_0/observations, episode_0/actions, ...)"
@@ -66,8 +66,9 @@ def _d4rl(path: Path, file: Any) -> tuple[Arrays, list[str]]:
     arrays: Arrays = {
         "observations": np.asarray(file["observations"][()]),
         "actions": np.asarray(file["actions"][()]),
-        "rewards": np.ravel(file["rewards"][()]).astype(np.float32),
     }
+    if "rewards" in file:
+        arrays["rewards"] = np.ravel(file["rewards"][()]).astype(np.float32)
     terminals = np.ravel(file["terminals"][()]) != 0
     timeouts = np.ravel(file["timeouts"][()]) != 0 if "timeouts" in file else None
     if "infos/goal" in file:
@@ -93,6 +94,13 @@ def _d4rl(path: Path, file: Any) -> tuple[Arrays, list[str]]:
         kind = None
     if kind is not None:
         arrays["goal_indices"] = np.array([0, 1])
+    elif not terminals.any() and (timeouts is None or not timeouts.any()):
+        raise DataError(f"{path}: neither terminals nor timeouts marks an end; one is 1 on an episode's last row")
+    else:
+        if "goal_indices" in file:
+            arrays["goal_indices"] = np.asarray(file["goal_indices"][()])
+        if "observation_names" in file:
+            arrays["observation_names"] = np.asarray(file["observation_names"].asstr()[()])
     if kind == "maze2d":
         arrays["observation_names"] = np.array(["x", "y", "vx", "vy"])
         return _one_walk(arrays, terminals, timeouts, notes), notes
@@ -147,13 +155,13 @@ def _episodes(
             notes.append(f"terminals marks {int(terminals.sum())} steps at the goal, no ends (D4RL#199): not cut there")
     else:
         ends |= terminals
-    if timeouts is None:
-        notes.append(
-            "there are no timeouts (D4RL#176): ends are where " + ("positions jump" if kind else "terminals is 1")
-        )
-    # The reward of a step belongs to the state it leads to.
-    arrays["rewards"] = np.append(np.float32(0), arrays["rewards"][:-1])
-    arrays["rewards"][1:][ends[:-1]] = 0
+    if timeouts is None and kind is not None:
+        notes.append("there are no timeouts (D4RL#176): ends are where positions jump")
+    if "rewards" in arrays:  # that of a step belongs to the state it leads to
+        arrays["rewards"] = np.append(np.float32(0), arrays["rewards"][:-1])
+        arrays["rewards"][1:][ends[:-1]] = 0
+    if kind is None and not ends[-1]:
+        notes.append("the last row is not marked as an end: taken for one")
     ends[-1] = True
     last = np.flatnonzero(ends)
     first = np.append(0, last[:-1] + 1)

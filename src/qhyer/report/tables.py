@@ -485,8 +485,8 @@ def success_markdown(rows: Sequence[SuccessRow]) -> str:
         parts.append(f"### {dataset}\n\n" + markdown(header, body, left=2))
     notes = (
         "Success in percent at the last evaluation. ± is the standard deviation over seeds. The interval is "
-        "Wilson's over episodes for one seed (or seeds that scored alike), and a stratified bootstrap "
-        "over seeds × tasks for several."
+        "Wilson's over episodes for one seed (or seeds that scored alike), and a bootstrap over seeds, each with all "
+        "its tasks, for several."
     )
     notes += f" {SCORE_NOTE}" if has_scores(rows) else ""
     return "\n".join(parts) + f"\n{notes}\n"

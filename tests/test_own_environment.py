@@ -1,0 +1,182 @@
+"""An environment of one's own: evaluated as documented, and every mistake in it told in one line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qhyer import cli, rollout
+from qhyer.agent import Agent, AgentConfig
+from qhyer.data.episodes import DataSpec
+from qhyer.errors import UserError
+from qhyer.evaluate import EvalConfig, evaluate
+
+WORLD = """
+import gymnasium
+import numpy as np
+
+
+class Reach(gymnasium.Env):
+    num_tasks = 2
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (2,))
+    goal, extra, limit = np.ones(2), {}, 20
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.at = np.zeros(2)
+        return self.at.copy(), {"goal": self.goal * options["task_id"]}
+
+    def step(self, action):
+        self.at += 0.2 * np.asarray(action)
+        reached = bool(self.at.sum() > 1.0)
+        return self.at.copy(), 0.0, reached, False, {"success": reached}
+
+
+class NoGoal(Reach):
+    def reset(self, **kwargs):
+        return super().reset(**kwargs)[0], {}
+
+
+class NoSuccess(Reach):
+    def step(self, action):
+        return (*super().step(action)[:4], {})
+
+
+class ShortGoal(Reach):
+    goal = np.ones(1)
+
+
+class NoActions(Reach):
+    action_space = None
+
+
+class Raises(Reach):
+    def step(self, action):
+        return 1 / 0
+
+
+class NotFinite(Reach):
+    def step(self, action):
+        return (np.full(2, np.nan), *super().step(action)[1:])
+
+
+class Wide(Reach):
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (3,))
+
+
+class Endless(Reach):
+    limit = None
+
+
+class Unmade(Reach):
+    def __init__(self):
+        raise ValueError("no such robot")
+
+
+for kind in (Reach, NoGoal, NoSuccess, ShortGoal, NoActions, Raises, NotFinite, Wide, Endless, Unmade):
+    gymnasium.register(f"{kind.__name__}-v0", kind, max_episode_steps=kind.limit)
+"""
+
+MISTAKES = {
+    "own_world:NoGoal-v0": "the info of reset lacks 'goal'",
+    "own_world:NoSuccess-v0": "the info of step lacks 'success'",
+    "own_world:ShortGoal-v0": r"observations of shape \(2,\) and goals of shape \(1,\)",
+    "own_world:NoActions-v0": "has no action_space",
+    "own_world:Raises-v0": r"failed: ZeroDivisionError: division by zero \(own_world.py:\d+\)",
+    "own_world:NotFinite-v0": "not finite",
+    "own_world:Endless-v0": "without max_episode_steps",
+    "own_world:Unmade-v0": r"cannot be made: ValueError: no such robot \(own_world.py:\d+\)",
+    "own_world:Other-v0": "no environment is called",
+    "no_such_world:Reach-v0": "its module cannot be imported",
+}
+FEW = EvalConfig(episodes=2, shard=2)
+
+
+class Ahead(Agent):
+    """Goes on, whatever it sees."""
+
+    Config = AgentConfig
+
+    def __init__(self, config, spec):
+        super().__init__(config, spec)
+        self.pace = torch.nn.Parameter(torch.ones(()))
+
+    def stages(self):
+        return ()
+
+    def act(self, observation, goal, memory):
+        return self.pace.expand(len(observation), 2), None
+
+
+@pytest.fixture
+def ahead() -> Ahead:
+    return Ahead(AgentConfig(), DataSpec(2, 2, (0, 1), (0.0, 0.0), (1.0, 1.0)))
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "own_world.py").write_text(WORLD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("own_world", None)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_it_is_evaluated(world, ahead, workers):
+    results = evaluate(ahead, "own_world:Reach-v0", FEW, workers=workers)
+    assert [(result.success, result.length) for result in results] == [(True, 3)] * 4
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("environment", MISTAKES)
+def test_a_mistake_is_told_in_a_line(world, ahead, environment, workers):
+    with pytest.raises(UserError, match=MISTAKES[environment]):
+        evaluate(ahead, environment, FEW, workers=workers)
+
+
+def test_it_is_looked_at_before_training(world, capsys):
+    arrays = dict(observations=np.random.default_rng(0).normal(size=(40, 2)), actions=np.zeros((40, 2)))
+    np.savez("mine.npz", **arrays, terminals=np.arange(40) % 10 == 9)
+    tiny = ["--steps", "2", "--agent.hidden", "8", "--agent.batch-size", "4", "--device", "cpu", "--out", "run"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "gcbc", "mine.npz", *tiny, "--env", "own_world:Unmade-v0"])
+    assert ended.value.code == 2 and not Path("run").exists()
+    assert "no such robot" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:  # resets, and breaks when it is stepped: what was trained is kept
+        cli.main(["train", "gcbc", "mine.npz", *tiny, "--env", "own_world:Raises-v0", "--eval-every", "1"])
+    assert ended.value.code == 2 and Path("run/checkpoints/00000001").is_dir()
+    assert "The update is saved" in " ".join(capsys.readouterr().err.split())
+    Path("sweep.toml").write_text(
+        'out = "swept"\ndatasets = ["mine.npz"]\nenvironment = "own_world:Unmade-v0"\n[[grid]]\nagents = ["gcbc"]\n'
+    )
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["sweep", "sweep.toml", "--dry-run"])
+    assert ended.value.code == 2
+
+
+def test_actions_of_another_size(world, capsys):
+    arrays = dict(observations=np.random.default_rng(0).normal(size=(40, 2)), actions=np.zeros((40, 2)))
+    np.savez("mine.npz", **arrays, terminals=np.arange(40) % 10 == 9)
+    tiny = ["--steps", "1", "--agent.hidden", "8", "--agent.batch-size", "4", "--device", "cpu", "--out", "run"]
+    with pytest.raises(SystemExit):
+        cli.main(["train", "gcbc", "mine.npz", *tiny])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", "run", "--env", "own_world:Wide-v0", "--workers", "0"])
+    assert ended.value.code == 2 and "takes actions of shape (3,)" in " ".join(capsys.readouterr().err.split())
+    short = ["--episodes", "2", "--workers", "0"]
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "run", "--env", "own_world:Reach-v0", *short])
+    for other in (["--seed", "1"], ["--tasks", "1", "--episodes", "9"]):  # not the same episodes: not replaced unasked
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["eval", "run", "--env", "own_world:Reach-v0", *short, *other])
+        assert ended.value.code == 2 and "--overwrite replaces it" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_check_says_what_there_is(world):
+    about = rollout.check("own_world:Reach-v0")
+    assert (about.tasks, about.observation_dim, about.action_shape) == (2, 2, (2,))
