@@ -94,6 +94,7 @@ MISTAKES = {
     "no_such_world:Reach-v0": "its module cannot be imported",
 }
 FEW = EvalConfig(episodes=2, shard=2)
+pytestmark = pytest.mark.filterwarnings("ignore:.*Overriding environment")
 
 
 class Ahead(Agent):

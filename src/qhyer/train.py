@@ -277,6 +277,8 @@ def _is_done(run: Path, info: dict[str, Any], config: AgentConfig, resume: bool,
     """Whether there is nothing left to train; raises where a run must not be touched."""
     kept = checkpoint.steps(run / "checkpoints")
     if not kept:
+        if resume and not quiet:
+            print(f"nothing to resume: {run} has no checkpoint (another configuration is another run); it begins anew")
         return False
     if not (run / "run.json").is_file():
         raise UserError(f"{run} has checkpoints but no run.json, so nobody knows whose they are; remove the folder")
