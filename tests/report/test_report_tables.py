@@ -71,6 +71,14 @@ def test_an_ablation_is_not_averaged_with_the_real_thing(tmp_path, make_run):
     assert [(row.variant, row.seeds, row.mean) for row in rows] == [("tau=0.5", 1, 0), ("tau=0.95", 2, 100)]
 
 
+def test_an_exported_model_is_no_seed_of_its_run(tmp_path, make_run):
+    make_run(tmp_path, "qhyer", 0, {1: [1, 1]})
+    path = make_run(tmp_path, "qhyer", 0, {1: [0, 0]}, name="eval-mine") / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model": {"name": "mine", "dtype": "bf16"}}))
+    rows = [row for row in rows_of(tmp_path) if row.task == "overall"]
+    assert [(row.variant, row.seeds, row.mean) for row in rows] == [("", 1, 100), ("model mine, bf16", 1, 0)]
+
+
 def test_data_may_vary_with_the_seed_but_not_within_it(tmp_path, make_run):
     """A seed may have data of its own; two sets of data for one seed are two experiments."""
 

@@ -100,7 +100,11 @@ class Run:
 
     @property
     def variant(self) -> str:
-        """What a sweep called it beside agent and preset: its folder is AGENT-PRESET[-VARIANT]-sSEED-HASH."""
+        """What a sweep called it beside agent and preset: its folder is AGENT-PRESET[-VARIANT]-sSEED-HASH. The rows of an
+        exported model are no seed of the runs it came from."""
+        model = self.info.get("model")
+        if isinstance(model, Mapping):
+            return f"model {model.get('name')}, {model.get('dtype')}"
         about = re.escape(f"{self.agent}-{self.preset}")
         found = re.fullmatch(rf"{about}-(.+)-s{self.seed}-[0-9a-f]{{8}}(?: \(\d+\))?", self.name)
         return found[1] if found else ""
