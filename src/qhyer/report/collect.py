@@ -100,8 +100,10 @@ class Run:
 
     @property
     def variant(self) -> str:
-        """What a sweep called it beside agent and preset: its folder is AGENT-PRESET[-VARIANT]-sSEED-HASH. The rows of an
-        exported model are no seed of the runs it came from."""
+        """What a sweep called it beside agent and preset: its folder is AGENT-PRESET[-VARIANT]-sSEED-HASH.
+
+        The rows of an exported model are no seed of the runs it came from.
+        """
         model = self.info.get("model")
         if isinstance(model, Mapping):
             return f"model {model.get('name')}, {model.get('dtype')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,9 @@ from qhyer.report.tables import (
 )
 
 
+PIPED = 160  # columns where nobody says how wide: a file, or another program
+
+
 def report(
     runs: tuple[Path, ...],
     /,
@@ -43,7 +47,7 @@ def report(
         table: A Markdown file with a suite's two comment marks, such as docs/ogbench.md or docs/mazes.md: the
             suite's table is put between them.
     """
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PIPED)
     made = write_report(runs, out, summary=summary, table_in=table, preset_of=preset_of)
     for grid, short in zip(headline(made), headline(made, tasks=False)):
         room = console.options.update(max_width=1000)  # measured as if there were room for everything
