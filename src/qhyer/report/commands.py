@@ -25,7 +25,6 @@ from qhyer.report.tables import (
     wide,
 )
 
-
 PIPED = 160  # columns where nobody says how wide: a file, or another program
 
 
