@@ -353,6 +353,13 @@ def test_own_data(tiny, capsys):
     info = json.loads((cell.folder / "run.json").read_text())
     assert sweep.status(cell).finished and cell.name.startswith("mine/gcbc")
     assert info["data"]["path"] == str(Path("mine.npz").resolve()) and info["spec"]["goal_indices"] == [0, 1]
+    capsys.readouterr()
+    assert call("sweep", tiny) == 0 and "was written after" not in capsys.readouterr().out
+    later = (cell.folder / "run.json").stat().st_mtime + 1000
+    os.utime("mine.npz", (later, later))
+    assert call("sweep", tiny) == 0 and "mine.npz was written after the training" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_a_task_that_pays_has_a_score(tiny, tmp_path, capsys, monkeypatch):

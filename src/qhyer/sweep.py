@@ -105,6 +105,8 @@ def run_cells(
     console.print(
         f"{len(cells)} run{'s' if len(cells) > 1 else ''}, {len(cells) - len(todo)} finished, {len(todo)} to do"
     )
+    for text in _newer_data([cell for cell, at in zip(cells, before) if at.finished]):
+        console.print(f"[yellow]note:[/yellow] {escape(text)}", soft_wrap=True)
     if launcher == "local":  # nodes of a cluster may have what is not here
         for environment in dict.fromkeys(cell.environment for cell in todo if cell.eval is not None):
             if environment is not None:
@@ -248,6 +250,19 @@ def _table(cells: Sequence[Cell], found: Sequence[Status], failed: dict[str, str
             numbers.append("" if at.score is None else f"{at.score:.1f}")
         table.add_row(escape(cell.name), text, *numbers)
     return table
+
+
+def _newer_data(cells: Sequence[Cell]) -> list[str]:
+    """A sentence for each file of one's own that was written after a run on it began."""
+    older: dict[str, list[str]] = {}
+    for cell in cells:
+        file, about = Path(cell.dataset), cell.folder / "run.json"
+        if file.suffix == ".npz" and file.is_file() and file.stat().st_mtime > about.stat().st_mtime:
+            older.setdefault(file.name, []).append(cell.name)
+    return [
+        f"{file} was written after the training of {', '.join(names)}: remove the folders to train on it as it is now"
+        for file, names in older.items()
+    ]
 
 
 def _mixed_data(cells: Sequence[Cell]) -> list[str]:
