@@ -190,3 +190,14 @@ def baseline_scores() -> list[tuple[str, str, list[float]]]:
         rows = [read_rows(run / "episodes.csv") for run in sorted(folder.iterdir())]
         found.append((folder.parent.name, agent, [100 * mean(row.success for row in run) for run in rows]))
     return found
+
+
+def test_what_was_tried_on_the_point_mazes_agrees_with_its_rows():
+    folder = ROOT / "results" / "pointmaze" / "exploration"
+    lines = [cells_of(line) for line in (folder / "README.md").read_text().splitlines() if line.startswith("| ")]
+    said = {cells[0]: cells[2:] for cells in lines[1:]}
+    assert set(said) == {path.name for path in folder.iterdir() if path.is_dir()}
+    for name, cells in said.items():
+        rows = read_rows(folder / name / "episodes.csv")
+        tasks = [100 * mean(row.success for row in rows if row.task == task) for task in range(1, 6)]
+        assert cells == [str(len(rows)), f"{mean(tasks):.1f}", *(f"{task:.0f}" for task in tasks)]

@@ -194,6 +194,7 @@ GRID = '[[grid]]\nagents = ["gcbc", "qhyer"]\ndatasets = ["cube-single-play"]\ns
         (GRID + "eval = 3", "eval: write a table, or false"),
         (GRID + "goal = [0]", "goal: it is for npz files"),
         (GRID.replace("cube-single-play", "mine.npz"), "environment: name the one to evaluate"),
+        (GRID.replace("cube-single-play", "mine.hdf5"), "`qhyer data convert mine.hdf5 FILE.npz` makes one of it"),
     ],
 )
 def test_bad_manifests(tmp_path, capsys, text, words):

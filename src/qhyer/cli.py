@@ -45,10 +45,9 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `qhyer`. Errors meant for the user are printed without a traceback, exit code 2."""
     args = list(sys.argv[1:] if arguments is None else arguments)
-    if not {"", os.getcwd()} & set(
-        sys.path
-    ):  # as with `python -m qhyer`: --env module:Id finds a module of this folder
-        sys.path.append(os.getcwd())
+    here = os.getcwd()
+    if not {"", here} & set(sys.path):
+        sys.path.append(here)  # as `python -m qhyer` has it: --env module:Id finds a module of this folder
     try:
         code = _dispatch(args) or 0
         if "qhyer.distributed" in sys.modules:
@@ -257,9 +256,8 @@ class _EvalOptions:
 
 
 def _eval(args: list[str]) -> int | None:
-    from qhyer import checkpoint
     from qhyer.evaluate import EvalConfig
-    from qhyer.runs import below, evaluate_run, planned, score_text
+    from qhyer.runs import below, cut_short, evaluate_run, score_text
 
     options_type = dataclasses.make_dataclass(
         "Options",
@@ -278,20 +276,15 @@ def _eval(args: list[str]) -> int | None:
         description="Evaluate trained runs (in a folder: all), or a model, on every task of the environment; "
         "rows go to RUN/episodes.csv.",
     )
+    common: dict[str, Any] = dict(
+        environment=options.env, device=options.device, workers=options.workers, overwrite=options.overwrite
+    )
     if options.model is not None:
         if options.runs or options.step is not None:
             raise UserError("--model goes without runs and without --step: qhyer eval --model NAME")
         from qhyer.models import evaluate_model
 
-        rate, out = evaluate_model(
-            options.model,
-            options.eval,
-            out=options.out,
-            environment=options.env,
-            device=options.device,
-            workers=options.workers,
-            overwrite=options.overwrite,
-        )
+        rate, out = evaluate_model(options.model, options.eval, out=options.out, **common)
         print(f"{options.model}: success {100 * rate:.1f} % (rows in {out})")
         return 0
     if not options.runs:
@@ -301,15 +294,7 @@ def _eval(args: list[str]) -> int | None:
     chosen, failed = below(*options.runs), []
     for run in chosen:
         try:
-            rate = evaluate_run(
-                run,
-                options.eval,
-                step=options.step,
-                environment=options.env,
-                device=options.device,
-                workers=options.workers,
-                overwrite=options.overwrite,
-            )
+            rate = evaluate_run(run, options.eval, step=options.step, **common)
         except UserError as error:
             if len(chosen) == 1:
                 raise
@@ -317,9 +302,9 @@ def _eval(args: list[str]) -> int | None:
             print(f"skipped: {run}: {error}", file=sys.stderr)
             continue
         print(f"{run}: success {100 * rate:.1f} %{score_text(run, options.step, options.env)}")
-        at = options.step or max(checkpoint.steps(run / "checkpoints"))
-        if at < planned(run, at):
-            print(f"note: {run} is not trained to its end: {at} of {planned(run, at)} updates", file=sys.stderr)
+        early = cut_short(run, options.step)
+        if early:
+            print(f"note: {early}", file=sys.stderr)
     if failed:
         raise UserError(f"{len(failed)} of {len(chosen)} runs could not be evaluated (see above)")
     return 0

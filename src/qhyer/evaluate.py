@@ -90,6 +90,11 @@ def plan(config: EvalConfig, environment: str, tasks: int) -> list[list[EpisodeS
     return [specs[i : i + config.shard] for i in range(0, len(specs), config.shard)]
 
 
+def episodes_of(config: EvalConfig, environment: str, tasks: int) -> set[tuple[int, int, int]]:
+    """Which episodes these are, as `EpisodeRow.which` tells them apart."""
+    return {(spec.task, spec.episode, spec.seed) for shard in plan(config, environment, tasks) for spec in shard}
+
+
 class _Shard:
     """The policy's side of a shard: memory, what has been seen of each episode, and which workers step it.
 

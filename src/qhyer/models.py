@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qhyer import agents, checkpoint, runs
+from qhyer import agents, runs
 from qhyer.agent import Agent
 from qhyer.config import from_dict
 from qhyer.data.episodes import DataSpec
@@ -309,10 +309,6 @@ def evaluate_model(
     return success_rate(results), out
 
 
-def is_run(path: Path) -> bool:
-    return (Path(path) / "run.json").is_file() and bool(checkpoint.steps(Path(path) / "checkpoints"))
-
-
 # ------------------------------------------------------------------------------------------------ the command line
 
 
@@ -339,9 +335,9 @@ def export_command(
     made = export(run, out, step=step, dtype=dtype, overwrite=overwrite)
     size = megabytes(read(made))
     print(f"{made}: {size:.1f} MB")
-    had = int(read(made)["updates"])
-    if had < runs.planned(run, had):
-        print(f"warning: {run} is not trained to its end: {had} of {runs.planned(run, had)} updates", file=sys.stderr)
+    early = runs.cut_short(run, step)
+    if early:
+        print(f"warning: {early}", file=sys.stderr)
     if size > max_mb:
         advice = "--dtype bf16 halves it" if dtype == "fp32" else "train a smaller one (--agent.width)"
         print(f"warning: the weights take {size:.1f} MB, more than {max_mb:g}; {advice}", file=sys.stderr)

@@ -34,6 +34,11 @@ class EpisodeRow:
     return_: float | None = None
     """undiscounted, where the task has rewards of its own; its column is called return, older files lack it"""
 
+    @property
+    def which(self) -> tuple[int, int, int]:
+        """The episode it is of: the seed is a hash of the evaluation's seed, the environment, task and episode."""
+        return self.task, self.episode, self.env_seed
+
 
 COLUMNS = tuple(f.name.rstrip("_") for f in dataclasses.fields(EpisodeRow))
 OPTIONAL = ("return",)  # the last columns; older files lack them

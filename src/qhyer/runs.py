@@ -27,7 +27,7 @@ from qhyer.agent import Agent
 from qhyer.config import from_dict
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
-from qhyer.evaluate import EpisodeResult, EvalConfig, evaluate, plan, success_rate
+from qhyer.evaluate import EpisodeResult, EvalConfig, episodes_of, evaluate, success_rate
 from qhyer.progress import Progress
 from qhyer.records import EpisodeRow, add_rows, mean_return, normalised, read_rows
 from qhyer.rng import stream_seed
@@ -89,6 +89,11 @@ def read(run: Path) -> dict[str, Any]:
     return info
 
 
+def is_run(path: Path) -> bool:
+    """Whether this folder holds a run and a checkpoint of it."""
+    return (Path(path) / "run.json").is_file() and bool(checkpoint.steps(Path(path) / "checkpoints"))
+
+
 def below(*paths: Path) -> list[Path]:
     """The runs that are meant: a run itself, or all there are in a folder that is none."""
     found: list[Path] = []
@@ -96,16 +101,19 @@ def below(*paths: Path) -> list[Path]:
         if (path / "run.json").is_file():
             found.append(path)
             continue
-        inside = sorted(file.parent for file in path.rglob("run.json") if (file.parent / "checkpoints").is_dir())
+        inside = sorted(file.parent for file in path.rglob("run.json") if is_run(file.parent))
         if not inside:
             raise UserError(f"{path} is not a run, and none with a checkpoint is in it (`qhyer train` makes runs)")
         found += inside
     return list(dict.fromkeys(found))
 
 
-def planned(run: Path, step: int) -> int:
-    """How many updates the training that saved this checkpoint was to have."""
-    return int(checkpoint.read_state(Path(run) / "checkpoints" / f"{step:08d}").get("total", step))
+def cut_short(run: Path, step: int | None = None) -> str:
+    """A sentence where the training did not come to its end before this checkpoint (the last if no step is named)."""
+    folder = Path(run) / "checkpoints"
+    state = checkpoint.read_state(checkpoint.latest(folder) if step is None else folder / f"{step:08d}")
+    done, total = int(state["step"]), int(state.get("total", state["step"]))
+    return f"{run} is not trained to its end: {done} of {total} updates" if done < total else ""
 
 
 def build_agent(name: str, config: Any, spec: DataSpec, seed: int) -> Agent:
@@ -255,10 +263,10 @@ def evaluate_agent(
                 f"{environment} takes actions of shape {about.action_shape}, this policy gives {agent.spec.action_dim} "
                 "numbers; name the environment of its data with --env"
             )
-        planned = {(s.task, s.episode, s.seed) for shard in plan(config, environment, about.tasks) for s in shard}
-        total = len(planned)
-        earlier = {(row.task, row.episode, row.env_seed) for row in read_rows(rows) if row.step == at}
-        if not earlier <= planned and not overwrite:
+        asked = episodes_of(config, environment, about.tasks)
+        total = len(asked)
+        earlier = {row.which for row in read_rows(rows) if row.step == at}
+        if not earlier <= asked and not overwrite:
             why = "" if len(earlier) > total else ", in another environment, of other tasks or with another seed"
             raise UserError(
                 f"{rows.parent} has an evaluation of {len(earlier)} episodes of this checkpoint{why}; --overwrite "

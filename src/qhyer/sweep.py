@@ -182,7 +182,7 @@ def status(cell: Cell) -> Status:
     from qhyer import checkpoint, runs
     from qhyer.config import to_dict
     from qhyer.errors import CorruptFile
-    from qhyer.evaluate import plan
+    from qhyer.evaluate import episodes_of
     from qhyer.records import mean_return, normalised, read_rows
     from qhyer.train import as_today, is_finished
 
@@ -209,8 +209,7 @@ def status(cell: Cell) -> Status:
     if not rows:
         return Status("trained, not evaluated")
     tasks = _num_tasks(environment) if cell.eval.tasks is None else max(cell.eval.tasks)
-    wanted = {(s.task, s.episode, s.seed) for shard in plan(cell.eval, environment, tasks) for s in shard}
-    if not wanted <= {(row.task, row.episode, row.env_seed) for row in rows}:
+    if not episodes_of(cell.eval, environment, tasks) <= {row.which for row in rows}:
         if not steps:
             return Status("rows of other episodes; weights not kept", kept=False)
         return Status("trained, not evaluated")

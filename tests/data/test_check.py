@@ -263,3 +263,22 @@ def test_generate_command(tmp_path, monkeypatch):
     monkeypatch.setenv("QHYER_DATA", str(tmp_path))
     assert commands.generate("pointmaze-medium-stitch", episodes=2, workers=1) == 0
     assert commands.check(tmp_path / "pointmaze-medium-stitch-v0.npz") == 0
+
+
+@pytest.mark.parametrize(
+    "rewards, words",
+    [
+        (np.zeros(5), "rewards has shape (5,)"),
+        (np.where(np.arange(40) == 7, np.nan, 0.0), "not finite, the first in row 7"),
+        (np.where(np.arange(40) == 3, 1e300, 0.0), "not finite, the first in row 3"),  # as they are kept, in float32
+    ],
+)
+def test_rewards_are_refused_by_the_check_as_by_training(rewards, words):
+    rng = np.random.default_rng(0)
+    arrays = rng.normal(size=(40, 3)), rng.uniform(-1, 1, (40, 2)), np.arange(40) % 10 == 9
+    assert not find_problems(*arrays, np.zeros(40))
+    (problem,) = find_problems(*arrays, rewards)
+    assert (problem.severity, problem.code) == ("error", "rewards") and words in problem.message
+    with pytest.raises(DataError) as refused:
+        Episodes.from_arrays(*arrays, goal=[0], rewards=rewards)
+    assert problem.message in str(refused.value)

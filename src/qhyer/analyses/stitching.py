@@ -176,7 +176,7 @@ class Policy:
 def load_policy(folder: Path, device: str) -> Policy:
     """A run's folder, or a model's."""
     folder = Path(folder)
-    if models.is_run(folder):
+    if runs.is_run(folder):
         agent, step = runs.load_agent(folder, device=device)
         return Policy(folder.resolve().name, agent, runs.read(folder), f"step {step}")
     if not (folder / models.ABOUT).is_file():

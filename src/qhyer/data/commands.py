@@ -82,9 +82,7 @@ def check(path: Path, /) -> int:
         return 1
     for note in notes:
         console.print(f"repaired when read: {note}", markup=False)
-    problems = checks.find_problems(
-        arrays["observations"], arrays["actions"], arrays["terminals"], arrays.get("rewards")
-    )
+    problems = _problems(arrays)
     if not any(problem.code == "shape" for problem in problems):
         try:
             _stored_columns(arrays)
@@ -203,9 +201,7 @@ def convert(
     if cut == "arrivals":
         arrays = pieces.recut(arrays)
         notes.append("cut where a goal was reached")
-    problems = checks.find_problems(
-        arrays["observations"], arrays["actions"], arrays["terminals"], arrays.get("rewards")
-    )
+    problems = _problems(arrays)
     if any(problem.severity == "error" for problem in problems):
         raise DataError(checks.describe(str(path), problems))
     sidecar = out.with_suffix(".json")
