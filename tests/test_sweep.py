@@ -333,8 +333,12 @@ def test_damage_and_changed_data_are_noticed(tiny, capsys, monkeypatch):
     first, second = manifest.read(tiny)
     generate(registry.get("pointmaze-medium-stitch"), out=Path("data"), episodes=3, rows=30, workers=1, progress=False)
     monkeypatch.setenv("QHYER_DATA", "data")
+    capsys.readouterr()
     assert call("sweep", tiny) == 1  # the second run is made, on other data than the first
-    assert sweep.status(second).finished and "were trained on different data" in capsys.readouterr().out
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"pointmaze-medium-stitch-v0.npz has changed since the training of {first.name}:" in output
+    assert "were trained on different data" in output
+    assert sweep.status(second).finished
     weights = checkpoint.latest(first.folder / "checkpoints") / "agent.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0\1")
     assert sweep.status(first).text.startswith("damaged")
@@ -355,10 +359,12 @@ def test_own_data(tiny, capsys):
     assert sweep.status(cell).finished and cell.name.startswith("mine/gcbc")
     assert info["data"]["path"] == str(Path("mine.npz").resolve()) and info["spec"]["goal_indices"] == [0, 1]
     capsys.readouterr()
-    assert call("sweep", tiny) == 0 and "was written after" not in capsys.readouterr().out
     later = (cell.folder / "run.json").stat().st_mtime + 1000
     os.utime("mine.npz", (later, later))
-    assert call("sweep", tiny) == 0 and "mine.npz was written after the training" in " ".join(
+    assert call("sweep", tiny) == 0 and "has changed" not in capsys.readouterr().out  # a date is no change
+    np.savez("mine.npz", observations=generator.normal(size=(120, 2)), actions=np.zeros((120, 2)), terminals=ends)
+    os.utime("mine.npz", (later, later))
+    assert call("sweep", tiny) == 0 and "mine.npz has changed since the training of mine/gcbc" in " ".join(
         capsys.readouterr().out.split()
     )
 

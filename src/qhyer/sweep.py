@@ -33,6 +33,7 @@ from qhyer.errors import UserError
 from qhyer.launch import Launcher, Lost, cores, failure, launch
 
 if TYPE_CHECKING:
+    from qhyer.data.episodes import Episodes
     from qhyer.manifest import Cell
 
 Files = dict[str, bytes]
@@ -105,7 +106,7 @@ def run_cells(
     console.print(
         f"{len(cells)} run{'s' if len(cells) > 1 else ''}, {len(cells) - len(todo)} finished, {len(todo)} to do"
     )
-    for text in _newer_data([cell for cell, at in zip(cells, before) if at.finished]):
+    for text in _changed_data([cell for cell, at in zip(cells, before) if at.finished]):
         console.print(f"[yellow]note:[/yellow] {escape(text)}", soft_wrap=True)
     if launcher == "local":  # nodes of a cluster may have what is not here
         for environment in dict.fromkeys(cell.environment for cell in todo if cell.eval is not None):
@@ -251,15 +252,26 @@ def _table(cells: Sequence[Cell], found: Sequence[Status], failed: dict[str, str
     return table
 
 
-def _newer_data(cells: Sequence[Cell]) -> list[str]:
-    """A sentence for each file of one's own that was written after a run on it began."""
+def _changed_data(cells: Sequence[Cell]) -> list[str]:
+    """A sentence for each dataset that is another than a finished run was trained on. Only files written since a run
+    began are read; what is in them decides."""
+    from qhyer import runs
+    from qhyer.data import registry
+
     older: dict[str, list[str]] = {}
+    now: dict[tuple[str, Any], str] = {}
     for cell in cells:
-        file, about = Path(cell.dataset), cell.folder / "run.json"
-        if file.suffix == ".npz" and file.is_file() and file.stat().st_mtime > about.stat().st_mtime:
+        own = cell.dataset.endswith(".npz")
+        file, about = Path(cell.dataset) if own else registry.find(cell.dataset), cell.folder / "run.json"
+        if file is None or not file.is_file() or file.stat().st_mtime <= about.stat().st_mtime:
+            continue
+        key = cell.dataset, cell.goal
+        if key not in now:
+            now[key] = _load(cell, file).fingerprint
+        if now[key] != runs.read(cell.folder).get("data", {}).get("fingerprint"):
             older.setdefault(file.name, []).append(cell.name)
     return [
-        f"{file} was written after the training of {', '.join(names)}: remove the folders to train on it as it is now"
+        f"{file} has changed since the training of {', '.join(names)}: remove the folders to train on it as it is now"
         for file, names in older.items()
     ]
 
@@ -451,19 +463,22 @@ def _train_and_evaluate(job: CellJob, run: Path) -> None:
         )
 
 
-def _episodes(job: CellJob) -> Any:
+def _episodes(job: CellJob) -> Episodes:
     """The data, as this machine has it."""
+    there = job.data / f"{job.cell.dataset}.npz"
+    try:
+        return _load(job.cell, there if there.is_file() else job.cell.dataset)
+    except UserError as error:
+        raise UserError(f"on {platform.node()}: {error}") from None
+
+
+def _load(cell: Cell, source: str | Path) -> Episodes:
     from qhyer.data import registry
     from qhyer.data.episodes import Episodes
 
-    cell = job.cell
-    there = job.data / f"{cell.dataset}.npz"
-    try:
-        if cell.goal is not None:
-            return Episodes.load(cell.dataset, goal=list(cell.goal))  # type: ignore[arg-type]
-        return registry.load(there if there.is_file() else cell.dataset)[0]
-    except UserError as error:
-        raise UserError(f"on {platform.node()}: {error}") from None
+    if cell.goal is not None:
+        return Episodes.load(cell.dataset, goal=list(cell.goal))  # type: ignore[arg-type]
+    return registry.load(source)[0]
 
 
 # ------------------------------------------------------------------------------------------------- folders that travel
