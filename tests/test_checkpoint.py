@@ -183,6 +183,16 @@ def test_a_pickle_in_the_place_of_the_weights_is_refused_and_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="rights as POSIX has them")
+def test_others_may_read_it_as_far_as_the_umask_lets_them(tmp_path):
+    before = os.umask(0o027)
+    try:
+        storage.write_tensors(tmp_path / "a.safetensors", {"x": torch.ones(2)})
+        assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)
+
+
 # ----------------------------------------------------------------------------------------------- failing half-way
 
 
@@ -204,7 +214,7 @@ def count_calls(monkeypatch, fail_at: int | None) -> list[str]:
         monkeypatch.setattr(owner, name, guarded)
 
     for owner, name in (
-        (os, "rename"), (os, "replace"), (os, "fsync"), (os, "mkdir"), (checkpoint, "save_file"),
+        (os, "rename"), (os, "replace"), (os, "fsync"), (os, "mkdir"), (checkpoint, "write_tensors"),
         (Path, "write_text"), (checkpoint, "sha256_file"),
     ):  # fmt: skip
         wrap(owner, name)
@@ -217,7 +227,7 @@ def test_a_failure_at_any_call_leaves_the_last_checkpoint_and_says_so(tmp_path, 
     with monkeypatch.context() as patch:
         calls = count_calls(patch, None)
         save(folder, 2)
-    assert {"rename", "fsync", "save_file", "write_text", "sha256_file", "mkdir"} <= set(calls)
+    assert {"rename", "fsync", "write_tensors", "write_text", "sha256_file", "mkdir"} <= set(calls)
     assert calls.index("rename") > max(i for i, c in enumerate(calls) if c in ("save_file", "write_text"))
     assert "fsync" in calls[calls.index("rename") + 1 :]  # the directory, after the rename
     for number in range(len(calls)):

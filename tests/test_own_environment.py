@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageSequence
 
-from qhyer import cli, rollout
+from qhyer import cli, rollout, show
 from qhyer.agent import Agent, AgentConfig
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
@@ -77,7 +78,23 @@ class Unmade(Reach):
         raise ValueError("no such robot")
 
 
-for kind in (Reach, NoGoal, NoSuccess, ShortGoal, NoActions, Raises, NotFinite, Wide, Endless, Unmade):
+class Seen(Reach):
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def render(self):
+        return np.full((30, 60, 3), 200 * min(1.0, self.at[0]), np.uint8)
+
+
+class Blank(Seen):
+    def render(self):
+        return None
+
+
+every = (Reach, NoGoal, NoSuccess, ShortGoal, NoActions, Raises, NotFinite, Wide, Endless, Unmade, Seen, Blank)
+for kind in every:
     gymnasium.register(f"{kind.__name__}-v0", kind, max_episode_steps=kind.limit)
 """
 
@@ -181,3 +198,22 @@ def test_actions_of_another_size(world, capsys):
 def test_a_check_says_what_there_is(world):
     about = rollout.check("own_world:Reach-v0")
     assert (about.tasks, about.observation_dim, about.action_shape) == (2, 2, (2,))
+
+
+def test_it_is_shown_as_it_renders_itself(world, ahead):
+    played = show.play(ahead, "own_world:Seen-v0", task=1)
+    how = show.pictures(played, [world / "a.gif", world / "a.png"], width=40)
+    assert how == "rendered by the environment"
+    frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(Image.open(world / "a.gif"))]
+    assert [frame.shape for frame in frames] == [(20, 40, 3)] * 4  # as wide as asked for, at its own proportions
+    assert [int(frame.mean()) // 20 for frame in frames] == [0, 2, 4, 6]  # 0, 40, 80, 120
+    strip = Image.open(world / "a.png")
+    assert strip.width == 4 * 40 + 3 * 2  # four moments, and no picture of the goal
+
+
+def test_one_that_does_not_render(world, ahead):
+    with pytest.raises(UserError, match=r"Reach-v0 cannot be rendered .*render_mode"):
+        show.pictures(show.play(ahead, "own_world:Reach-v0", task=1), [world / "a.gif"])
+    with pytest.raises(UserError, match=r"render\(\) gave nothing, not bytes of shape"):
+        show.pictures(show.play(ahead, "own_world:Blank-v0", task=1), [world / "a.gif"])
+    assert not list(world.glob("*.gif"))

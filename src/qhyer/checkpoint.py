@@ -17,11 +17,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from qhyer.errors import CorruptFile, UserError
-from qhyer.storage import atomic_directory, discard, read_sealed_json, sha256_file, sweep_partial, write_sealed_json
+from qhyer.storage import (
+    atomic_directory,
+    discard,
+    read_sealed_json,
+    sha256_file,
+    sweep_partial,
+    write_sealed_json,
+    write_tensors,
+)
 
 FORMAT = 2  # 2: the flow's blocks are stacked
 FILES = ("agent.safetensors", "training.safetensors", "state.json")
@@ -51,8 +59,8 @@ def save(
     """Writes `folder/STEP`; a reader sees it complete or not at all. Then prunes to the newest `keep`."""
     target = Path(folder) / f"{step:08d}"
     with atomic_directory(target) as temporary:
-        save_file(_plain(agent), temporary / "agent.safetensors")
-        save_file(_plain(training), temporary / "training.safetensors")
+        write_tensors(temporary / "agent.safetensors", _plain(agent))
+        write_tensors(temporary / "training.safetensors", _plain(training))
         (temporary / "state.json").write_text(json.dumps(dict(state), indent=1))
         files = {
             name: {"sha256": sha256_file(temporary / name), "bytes": (temporary / name).stat().st_size}

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from qhyer import agents, runs
@@ -28,7 +28,7 @@ from qhyer.data.episodes import DataSpec
 from qhyer.errors import CorruptFile, UserError, did_you_mean
 from qhyer.evaluate import EvalConfig, success_rate
 from qhyer.records import EpisodeRow, read_rows
-from qhyer.storage import atomic_directory, read_sealed_json, sha256_file, write_json, write_sealed_json
+from qhyer.storage import atomic_directory, read_sealed_json, sha256_file, write_json, write_sealed_json, write_tensors
 
 FORMAT = 1
 WEIGHTS, ABOUT, CARD = "model.safetensors", "model.json", "README.md"
@@ -62,7 +62,7 @@ def export(
     agent, updates = runs.load_agent(run, step)
     state = {name: _stored(name, value, dtype) for name, value in agent.acting_state().items()}
     with atomic_directory(out) as folder:
-        save_file(state, folder / WEIGHTS)
+        write_tensors(folder / WEIGHTS, state)
         weights = folder / WEIGHTS
         about = {
             "format": FORMAT,

@@ -2,7 +2,7 @@
 
 Manipulation is rendered by MuJoCo where that works without a screen, in a process of its own: which OpenGL to use is
 decided when the simulator is imported, and a broken one may end the process. Where none works, and for mazes, the
-view is drawn from the observations (views.py).
+view is drawn from the observations (views.py). An environment of one's own shows what its `render` gives.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ def renderers() -> list[str]:
     return {"darwin": ["cgl"], "win32": ["wgl"]}.get(sys.platform, ["egl", "osmesa"])
 
 
-def render(episode: Episode, steps: list[int], width: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Frames at these steps and the goal, by MuJoCo; `UserError` with the reasons where no renderer works."""
+def render(episode: Episode, steps: list[int], width: int) -> tuple[list[np.ndarray], np.ndarray | None]:
+    """Frames at these steps and the goal (None if the environment has no picture of it), by the environment itself;
+    `UserError` with the reasons where no renderer works."""
     reasons = []
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     with tempfile.TemporaryDirectory() as folder:
@@ -130,9 +131,15 @@ def render(episode: Episode, steps: list[int], width: int) -> tuple[list[np.ndar
                 continue
             if done.returncode == 0 and answer.is_file():
                 with np.load(answer) as arrays:
-                    return list(arrays["frames"]), arrays["goal"]
+                    return list(arrays["frames"]), arrays.get("goal")
             last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
             reasons.append(f"{name}: {last.strip() or f'ended with {done.returncode}'}")
+    if not views.drawable(episode.environment):
+        raise UserError(
+            f"{episode.environment} cannot be rendered ({'; '.join(dict.fromkeys(reasons))}); it has to take "
+            'render_mode="rgb_array" and then give frames from render(), as docs/protocol.md says under '
+            "'Your own environment'"
+        )
     raise UserError(
         f"MuJoCo cannot render here ({'; '.join(reasons)}); install EGL or OSMesa, set MUJOCO_GL to what there is, "
         "or use --view drawn"
@@ -148,19 +155,18 @@ def render_main() -> None:
     class WithGoal(gymnasium.Wrapper):
         """Asks for a picture of the goal, too, which the environment takes during the reset."""
 
-        picture: np.ndarray
+        picture: np.ndarray | None = None
 
         def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
             observation, info = super().reset(seed=seed, options={**(options or {}), "render_goal": True})
-            self.picture = info["goal_rendered"]
+            self.picture = info.get("goal_rendered")
             return observation, info
 
     with np.load(sys.argv[1]) as arrays:
         given = dict(arrays)
-    size = int(given["width"])
-    made = gymnasium.make(
-        str(given["environment"]), disable_env_checker=True, render_mode="rgb_array", width=size, height=size
-    )
+    environment, size = str(given["environment"]), int(given["width"])
+    theirs = {"width": size, "height": size} if views.drawable(environment) else {}
+    made = gymnasium.make(environment, disable_env_checker=True, render_mode="rgb_array", **theirs)
     env = WithGoal(made)
     observation, _ = envs.seeded_reset(env, int(given["seed"]), int(given["task"]))
     wanted, frames = {int(step) for step in given["steps"]}, []
@@ -170,20 +176,40 @@ def render_main() -> None:
         if not np.allclose(observation, given["observations"][step], atol=1e-4):
             raise RuntimeError(f"the episode went another way at step {step}")
         if step in wanted:
-            frames.append(np.asarray(env.render()))
+            frames.append(_picture(env.render(), size))
+    made_of = {"frames": np.stack(frames)}
+    if env.picture is not None:
+        made_of["goal"] = _picture(env.picture, size)
     with open(sys.argv[2], "wb") as file:
-        np.savez(file, frames=np.stack(frames), goal=env.picture)
+        np.savez(file, **made_of)  # type: ignore[arg-type]
 
 
-def frames_of(episode: Episode, steps: list[int], width: int, kind: Kind) -> tuple[list[np.ndarray], np.ndarray, str]:
-    """Frames, the goal, and in words how they were made."""
+def _picture(frame: Any, width: int) -> np.ndarray:
+    """What an environment has rendered, as wide as it was asked for: (height, width, 3) bytes."""
+    from PIL import Image
+
+    pixels = np.asarray(frame)
+    if pixels.ndim != 3 or pixels.shape[-1] != 3 or pixels.dtype != np.uint8:
+        what = "nothing" if frame is None else f"{pixels.dtype} of shape {pixels.shape}"
+        raise TypeError(f"render() gave {what}, not bytes of shape (height, width, 3)")
+    if pixels.shape[1] == width:
+        return pixels
+    height = max(1, round(pixels.shape[0] * width / pixels.shape[1]))
+    return np.asarray(Image.fromarray(pixels).resize((width, height)))
+
+
+def frames_of(
+    episode: Episode, steps: list[int], width: int, kind: Kind
+) -> tuple[list[np.ndarray], np.ndarray | None, str]:
+    """Frames, the goal if there is a picture of it, and in words how they were made."""
     maze = views.family(episode.environment) in views.MAZES
     if kind == "rendered" and maze:
         raise UserError(f"{episode.environment} is drawn, not rendered: leave out --view rendered")
     if kind == "drawn" or maze:
         return *draw(episode, steps, width), "drawn from the observations"
     try:
-        return *render(episode, steps, width), "rendered by MuJoCo"
+        by = "MuJoCo" if views.drawable(episode.environment) else "the environment"
+        return *render(episode, steps, width), f"rendered by {by}"
     except UserError as error:
         if kind == "rendered" or not views.drawable(episode.environment):
             raise
@@ -251,8 +277,11 @@ def pictures(episode: Episode, files: list[Path], width: int = 200, kind: Kind =
                 temporary.write_bytes(animation([at[step] for step in spread(length, FRAMES)]))
             else:
                 outcome = "reached" if episode.success else "not reached"
-                labels = [f"step {step}" for step in moments[:-1]] + [f"step {length}: {outcome}", "goal"]
-                strip([*(at[step] for step in moments), goal], labels).save(temporary, format="PNG", optimize=True)
+                labels = [f"step {step}" for step in moments[:-1]] + [f"step {length}: {outcome}"]
+                shown = [at[step] for step in moments]
+                if goal is not None:
+                    shown, labels = [*shown, goal], [*labels, "goal"]
+                strip(shown, labels).save(temporary, format="PNG", optimize=True)
     return how
 
 
@@ -277,7 +306,7 @@ def show(
         task: task number, from 1
         episode: which of the evaluation's episodes of this task, from 0; start and goal are those of its row
         out: FILE.gif or FILE.png; when not given both, in pictures/ of the run (of a model: runs/eval-NAME/pictures/)
-        view: rendered by MuJoCo, drawn from the observations, or auto: rendered where that works (mazes are drawn)
+        view: rendered by the environment, drawn from the observations, or auto: rendered where that works, mazes drawn
         width: pixels of one frame
         step: this checkpoint of a run instead of the last
         env: environment, where the run does not name one

@@ -12,11 +12,14 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qhyer.errors import CorruptFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TEMPORARY = ".partial-"  # prefix of names that are not yet files; swept by `sweep_partial`
 
@@ -89,6 +92,16 @@ def sweep_partial(folder: Path) -> None:
             shutil.rmtree(item, ignore_errors=True)
         else:
             item.unlink(missing_ok=True)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file with the rights that any new file gets here; the library's own are for their owner alone."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path)
+    path.chmod(mode)
 
 
 def write_text(path: Path, text: str) -> None:
