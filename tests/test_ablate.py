@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,26 @@ def test_from_the_command_to_the_table(here, capsys, monkeypatch):
     assert "| contrastive | 75 ± 35.4 | 50–100 | 2 | 5 × 8 |" in text and "No Q < CVAE < CRL < flow" in text
     assert "75 ± 35.4" in output and f"written: {stem}.csv" in output
     assert Path(f"{stem}.png").read_bytes().startswith(b"\x89PNG") and "contrastive" in Path(f"{stem}.svg").read_text()
+
+
+def test_own_data_and_environment(here, capsys, monkeypatch):
+    file, small = "mine.npz", ["--preset", "demo", "--seeds", 0, "--steps", 5, "--tasks", 1, "--override", *SMALL]
+    shutil.copy(registry.find(DATASET), file)
+    ask = ["ablate", "tokenization", "--dataset", file, *small, "--episodes", 1, "--device", "cpu", "--only", "no_goal"]
+    assert call(*ask) == 2 and "mine.npz: name the environment to evaluate in with --env" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    seen = {}
+
+    def stand_in(run: Path, config: EvalConfig, **options: object) -> float:
+        seen[run.name] = options["environment"]
+        return 0.0
+
+    monkeypatch.setattr(runs, "evaluate_run", stand_in)
+    monkeypatch.setattr(sweep, "status", lambda cell: sweep.Status("new"))
+    assert call(*ask, "--goal", 1, 0, "--env", "pointmaze-medium-v0") == 0
+    (run,) = (path.parent for path in Path("runs/ablations/mine").rglob("run.json"))
+    assert runs.read(run)["spec"]["goal_indices"] == [1, 0] and seen == {run.name: "pointmaze-medium-v0"}
 
 
 def test_two_ablations_share_the_full_run_and_two_datasets_get_a_table_each(here, capsys, monkeypatch):

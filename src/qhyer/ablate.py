@@ -106,6 +106,8 @@ def ablate(
     override: tuple[str, ...] = (),
     episodes: int | None = None,
     tasks: tuple[int, ...] = (),
+    goal: tuple[str, ...] = (),
+    env: str | None = None,
     device: str | None = None,
     precision: Precision | None = None,
     out: Path = Path("runs/ablations"),
@@ -126,13 +128,15 @@ def ablate(
 
     Args:
         name: an ablation; `qhyer ablate` alone lists them
-        dataset: one dataset or more; the ablation's own if not given, mostly cube-single-play
+        dataset: one dataset or more, or npz files; the ablation's own if not given, mostly cube-single-play
         preset: QHyer's, which all variants start from; the ablation's own if not given, mostly fast
         seeds: the ablation's own if not given, mostly 0 1 2 3
         steps: updates of every variant; the preset's if not given
         override: fields of QHyer's configuration for every variant, as FIELD=VALUE
         episodes: evaluation episodes for each task; 50 if not given
         tasks: evaluate on these alone; on all if not given
+        goal: own data: the coordinates that make the goal, by index or name
+        env: own data: the environment to evaluate in
         device: where to train and to act: cpu, cuda, or auto (if not given)
         precision: of the training; fp32 if not given
         out: the folder of the runs; the table goes to OUT/NAME-DATASET-PRESET.csv, .md, .png and .svg
@@ -149,11 +153,17 @@ def ablate(
     if name is None:
         print(overview())
         return 0
+    from qhyer.data import registry
+    from qhyer.data.episodes import coordinate
     from qhyer.sweep import run_cells
 
     asked = get(name)
+    own = [given for given in dataset if given.endswith(".npz") and Path(given).stem not in registry.DATASETS]
+    if own and env is None:
+        raise UserError(f"{', '.join(own)}: name the environment to evaluate in with --env")
     changes: dict[str, Any] = {key: list(given) for key, given in (("datasets", dataset), ("seeds", seeds)) if given}
-    changes |= {"out": str(out)} | ({"preset": preset} if preset else {})
+    changes |= {"out": str(out)} | ({"preset": preset} if preset else {}) | ({"environment": env} if env else {})
+    changes |= {"goal": list(map(coordinate, goal))} if goal else {}
     fields = dict(map(_field, override)) | ({} if steps is None else {"steps": steps})
     protocol = {"episodes": episodes, "tasks": list(tasks) or None, "device": device}
     how = {"device": device, "precision": precision}

@@ -199,12 +199,11 @@ def _train(args: list[str]) -> int | None:
     config = options.agent if options.steps is None else replace(options.agent, {"steps": options.steps})
     episodes = None
     if options.goal:
-        from qhyer.data.episodes import Episodes
+        from qhyer.data.episodes import Episodes, coordinate
 
         if path.suffix not in FILES:
             raise UserError("--goal is for your own file; a registered dataset has its goal coordinates")
-        goal = [int(g) if g.lstrip("-").isdigit() else g for g in options.goal]
-        episodes = Episodes.load(path, goal=goal)
+        episodes = Episodes.load(path, goal=list(map(coordinate, options.goal)))  # type: ignore[arg-type]
     if options.env is not None:
         rollout.check(options.env)  # now, and not when hours of training are to be evaluated
     what = (known.agent, str(path) if path.suffix in FILES else name, config)

@@ -30,6 +30,7 @@ def test_row_convention():
     assert episodes.transitions.tolist() == [0, 1, 2, 4, 6, 7]  # a final state starts no transition
     assert episodes.observations.dtype == episodes.actions.dtype == torch.float32
     assert torch.equal(episodes.observations, torch.tensor(observations, dtype=torch.float32))
+    assert "3 episodes, 6 transitions, observations (3,), actions (2,), goal [0, 1, 2]" in repr(episodes)
 
 
 def test_thousand_and_one_rows_are_a_thousand_transitions():

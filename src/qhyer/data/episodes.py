@@ -80,6 +80,13 @@ class Episodes:
         rows = torch.arange(len(observations), device=observations.device)
         self.transitions = rows[rows != self.end_of]  # (N - E,)
 
+    def __repr__(self) -> str:
+        states, actions = self.observations.shape[-1], self.actions.shape[-1]
+        return (
+            f"<Episodes {self.name}: {self.num_episodes} episodes, {self.num_transitions} transitions, observations "
+            f"({states},), actions ({actions},), goal {list(self.goal_indices)}>"
+        )
+
     # ---------------------------------------------------------------------------------------------- building
 
     @classmethod
@@ -257,6 +264,11 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
             "terminals (N,) with 1 on each episode's last row"
         )
     return arrays
+
+
+def coordinate(text: str) -> int | str:
+    """A coordinate as one types it: its index, or its name."""
+    return int(text) if text.lstrip("-").isdigit() else text
 
 
 def stored_goal(arrays: Mapping[str, np.ndarray]) -> list[int] | list[str] | None:
