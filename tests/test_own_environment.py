@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,11 +12,12 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from qhyer import cli, rollout, show
+from qhyer import cli, rollout, runs, show
 from qhyer.agent import Agent, AgentConfig
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
 from qhyer.evaluate import EvalConfig, evaluate
+from qhyer.records import read_rows
 
 WORLD = """
 import gymnasium
@@ -93,8 +96,18 @@ class Blank(Seen):
         return None
 
 
+class Strong(Reach):
+    action_space = gymnasium.spaces.Box(-5.0, 5.0, (2,))
+
+
+class Tall(Reach):
+    def reset(self, **kwargs):
+        super().reset(**kwargs)
+        return np.zeros(3), {"goal": np.ones(3)}
+
+
 every = (Reach, NoGoal, NoSuccess, ShortGoal, NoActions, Raises, NotFinite, Wide, Endless, Unmade, Seen, Blank)
-for kind in every:
+for kind in (*every, Strong, Tall):
     gymnasium.register(f"{kind.__name__}-v0", kind, max_episode_steps=kind.limit)
 """
 
@@ -192,12 +205,74 @@ def test_actions_of_another_size(world, capsys):
     for other in (["--seed", "1"], ["--tasks", "1", "--episodes", "9"]):  # not the same episodes: not replaced unasked
         with pytest.raises(SystemExit) as ended:
             cli.main(["eval", "run", "--env", "own_world:Reach-v0", *short, *other])
-        assert ended.value.code == 2 and "--overwrite replaces it" in " ".join(capsys.readouterr().err.split())
+        assert ended.value.code == 2 and "replaces it if it is given --overwrite" in " ".join(
+            capsys.readouterr().err.split()
+        )
 
 
 def test_a_check_says_what_there_is(world):
     about = rollout.check("own_world:Reach-v0")
     assert (about.tasks, about.observation_dim, about.action_shape) == (2, 2, (2,))
+    assert about.action_range == (-1.0, 1.0) and about.remark("Reach-v0") == ""
+
+
+@pytest.fixture
+def tiny(world) -> list[str]:
+    """A training of nearly nothing on data that fit Reach, into the folder `run`."""
+    arrays = dict(observations=np.random.default_rng(0).normal(size=(40, 2)), actions=np.zeros((40, 2)))
+    np.savez("mine.npz", **arrays, terminals=np.arange(40) % 10 == 9)
+    small = ["--steps", "2", "--agent.hidden", "8", "--agent.batch-size", "4", "--device", "cpu", "--out", "run"]
+    return ["train", "gcbc", "mine.npz", *small]
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    "environment, words", [("own_world:Wide-v0", "shape (3,)"), ("own_world:Tall-v0", "observations of 3 numbers")]
+)
+def test_it_must_fit_the_data_before_anything_is_trained(tiny, environment, words, capsys):
+    assert call(*tiny, "--env", environment) == 2
+    assert words in " ".join(capsys.readouterr().err.split()) and not Path("run").exists()
+
+
+def test_wider_actions_are_remarked(tiny, capsys):
+    assert call(*tiny, "--env", "own_world:Strong-v0") == 0
+    assert "takes actions from -5 to 5; policies give" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_gets_its_environment_once(tiny, capsys):
+    assert call(*tiny) == 0 and runs.read(Path("run"))["environment"] is None
+    assert call(*tiny, "--env", "own_world:Reach-v0") == 0
+    assert runs.read(Path("run"))["environment"] == "own_world:Reach-v0"
+    assert call(*tiny, "--env", "own_world:Seen-v0") == 0
+    assert runs.read(Path("run"))["environment"] == "own_world:Reach-v0"
+    assert "stays a run of own_world:Reach-v0" in " ".join(capsys.readouterr().err.split())
+
+
+def test_scores_of_another_environment_are_told_apart(tiny, capsys):
+    """In rows, report and model; an evaluation at home leaves no trace of it."""
+    few = ["--episodes", "1", "--workers", "0"]
+    assert call(*tiny, "--env", "own_world:Reach-v0") == 0
+    assert call("eval", "run", *few) == 0
+    assert "environment" not in Path("run/episodes.csv").read_text().splitlines()[0]
+    shutil.copytree("run", "other")
+    assert call("eval", "other", *few, "--env", "own_world:Seen-v0", "--overwrite") == 0
+    assert {row.environment for row in read_rows(Path("other/episodes.csv"))} == {"own_world:Seen-v0"}
+    capsys.readouterr()
+    assert call("report", "run", "other", "--out", "page") == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "environment=own_world:Seen-v0" in output and "each counts as a seed" not in output
+    assert "was evaluated in own_world:Seen-v0, not in own_world:Reach-v0" in output
+    assert call("export", "other", "--out", "model") == 0 and call("export", "run", "--out", "home") == 0
+    assert json.loads(Path("model/model.json").read_text())["scores"]["environment"] == "own_world:Seen-v0"
+    assert "Measured in own_world:Seen-v0." in Path("model/README.md").read_text()
+    assert "environment" not in json.loads(Path("home/model.json").read_text())["scores"]
+    assert call("eval", "other", *few, "--overwrite") == 0
+    assert Path("other/episodes.csv").read_text().splitlines()[0].endswith(",return")
 
 
 def test_it_is_shown_as_it_renders_itself(world, ahead):

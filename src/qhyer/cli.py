@@ -154,7 +154,7 @@ class _TrainOptions:
 
 
 def _train(args: list[str]) -> int | None:
-    from qhyer import agents, distributed, presets, rollout, runs
+    from qhyer import agents, distributed, presets, runs
     from qhyer.config import replace
     from qhyer.data import registry
     from qhyer.data.episodes import FILES, HDF5
@@ -204,8 +204,6 @@ def _train(args: list[str]) -> int | None:
         if path.suffix not in FILES:
             raise UserError("--goal is for your own file; a registered dataset has its goal coordinates")
         episodes = Episodes.load(path, goal=list(map(coordinate, options.goal)))  # type: ignore[arg-type]
-    if options.env is not None:
-        rollout.check(options.env)  # now, and not when hours of training are to be evaluated
     what = (known.agent, str(path) if path.suffix in FILES else name, config)
     common: dict[str, Any] = dict(
         preset=known.preset, resume=options.resume, episodes=episodes, environment=options.env

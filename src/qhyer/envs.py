@@ -36,7 +36,8 @@ def make(environment: str) -> Any:
     except gymnasium.error.Error as error:
         raise UserError(f"no environment is called {environment!r}: {error}") from error
     except ImportError as error:
-        raise UserError(f"{environment}: its module cannot be imported: {error}") from error
+        looked = f"; it is looked for in {Path.cwd()} and along PYTHONPATH" if ":" in environment else ""
+        raise UserError(f"{environment}: its module cannot be imported: {error}{looked}") from error
     except Exception as error:
         raise UserError(f"{environment} cannot be made: {told(error)}") from error
     if env.spec is not None and env.spec.max_episode_steps is None:

@@ -127,6 +127,11 @@ def cells(values: Mapping[str, Any], path: str) -> list[Cell]:
         _known(grid, KEYS, place)
         for cell in _expand(_merge(values, grid), place, out):
             before, where = found.setdefault(cell.name, (cell, place))
+            if before.dataset != cell.dataset:
+                raise UserError(
+                    f"{place}: {before.dataset} and {cell.dataset} would be one run, {cell.name}: runs are named after "
+                    "their files, give these different names"
+                )
             if before != cell:
                 raise UserError(
                     f"{place} and {where} ask for the same run, {cell.name}, with different train, eval or "

@@ -107,14 +107,17 @@ def _portable(command: str | None) -> str | None:
 
 
 def scores(rows: list[EpisodeRow], step: int) -> dict[str, Any] | None:
-    """Success of these updates' evaluation: mean over tasks, and each task's with its episodes; None without one."""
+    """Success of these updates' evaluation: mean over tasks, and each task's with its episodes; None without one. It
+    names the environment where that is not the run's own."""
     tasks: dict[str, dict[str, Any]] = {}
     for number in sorted({row.task for row in rows if row.step == step}):
         successes = [row.success for row in rows if row.step == step and row.task == number]
         tasks[str(number)] = {"success": sum(successes) / len(successes), "episodes": len(successes)}
     if not tasks:
         return None
-    return {"mean": sum(task["success"] for task in tasks.values()) / len(tasks), "tasks": tasks}
+    elsewhere = next((row.environment for row in rows if row.step == step), "")
+    mean = sum(task["success"] for task in tasks.values()) / len(tasks)
+    return {"mean": mean, "tasks": tasks, **({"environment": elsewhere} if elsewhere else {})}
 
 
 def megabytes(about: Mapping[str, Any]) -> float:
@@ -159,6 +162,7 @@ def card(name: str, about: Mapping[str, Any]) -> str:
             f" {sum(task['episodes'] for task in found['tasks'].values())} |",
             "",
             "One training seed, final success, deterministic policy (docs/protocol.md)."
+            + (f" Measured in {found['environment']}." if "environment" in found else "")
             + (" Measured with the run's float32 weights, before they were rounded to bf16." if rounded else ""),
         ]
     else:

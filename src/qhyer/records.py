@@ -33,6 +33,8 @@ class EpisodeRow:
     seconds: float
     return_: float | None = None
     """undiscounted, where the task has rewards of its own; its column is called return, older files lack it"""
+    environment: str = ""
+    """where that is another than run.json names; files without such rows lack the column"""
 
     @property
     def which(self) -> tuple[int, int, int]:
@@ -41,7 +43,7 @@ class EpisodeRow:
 
 
 COLUMNS = tuple(f.name.rstrip("_") for f in dataclasses.fields(EpisodeRow))
-OPTIONAL = ("return",)  # the last columns; older files lack them
+OPTIONAL = ("return", "environment")  # the last columns, which a file may lack, from the right
 REFERENCES = Path(__file__).with_name("references.json")
 
 
@@ -59,7 +61,7 @@ def read_rows(path: Path) -> list[EpisodeRow]:
     }
     with open(path, newline="", encoding="utf-8") as file:
         header = tuple(next(csv.reader(file), ()))
-        if header not in (COLUMNS, COLUMNS[: -len(OPTIONAL)]):
+        if header not in [COLUMNS[: len(COLUMNS) - lacking] for lacking in range(len(OPTIONAL) + 1)]:
             raise CorruptFile(f"{path} is not a file of episode rows: its columns are not {','.join(COLUMNS)}")
         file.seek(0)
         rows = []
@@ -72,8 +74,10 @@ def read_rows(path: Path) -> list[EpisodeRow]:
 
 def write_rows(path: Path, rows: Iterable[EpisodeRow]) -> None:
     """All rows of a run, written whole."""
+    rows = list(rows)
+    columns = COLUMNS if any(row.environment for row in rows) else COLUMNS[:-1]
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows({k.rstrip("_"): v for k, v in dataclasses.asdict(row).items()} for row in rows)
     write_text(path, text.getvalue())

@@ -46,6 +46,28 @@ class About:
     geometry: dict[str, np.ndarray] | None
     """of a maze"""
     action_shape: tuple[int, ...] = ()
+    action_range: tuple[float, float] | None = None
+    """the least and the greatest action, where the space has bounds"""
+
+    def require(self, environment: str, observation_dim: int, action_dim: int) -> None:
+        """`UserError` unless observations and actions are of these sizes: those of the data, and of policies."""
+        if self.observation_dim != observation_dim:
+            raise UserError(
+                f"{environment} has observations of {self.observation_dim} numbers, the policy's data have "
+                f"{observation_dim}; name the environment of these data with --env"
+            )
+        if self.action_shape not in ((), (action_dim,)):
+            raise UserError(
+                f"{environment} takes actions of shape {self.action_shape}, the policy's data have {action_dim} "
+                "numbers; name the environment of these data with --env"
+            )
+
+    def remark(self, environment: str) -> str:
+        """What is odd about it and no error; nothing for most."""
+        if self.action_range in (None, (-1.0, 1.0)):
+            return ""
+        low, high = self.action_range
+        return f"{environment} takes actions from {low:g} to {high:g}; policies give, and data must have, -1 to 1"
 
 
 class ShardRunner:
@@ -110,13 +132,15 @@ class Stepper:
         tasks = envs.num_tasks(self.template)
         with _blamed(environment):
             observation, goal = envs.seeded_reset(self.template, 0, 1)
-            shape = tuple(self.template.action_space.shape)
+            space = self.template.action_space
+            shape = tuple(space.shape)
+            ends = (float(np.min(space.low)), float(np.max(space.high))) if hasattr(space, "low") else None
         if observation.ndim != 1 or goal.shape != observation.shape:
             raise UserError(
                 f"{environment}: observations must be vectors and goals whole observations, of the same size; it has "
                 f"observations of shape {observation.shape} and goals of shape {goal.shape} (docs/protocol.md)"
             )
-        self.about = About(tasks, len(observation), envs.maze_geometry(self.template), shape)
+        self.about = About(tasks, len(observation), envs.maze_geometry(self.template), shape, ends)
         self.runners: dict[int, ShardRunner] = {}
 
     def answer(self, request: Any) -> tuple[int, Any]:

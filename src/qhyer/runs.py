@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,11 @@ def load_agent(run: Path, step: int | None = None, device: str = "cpu") -> tuple
     return agent.eval(), int(saved.state["step"])
 
 
+def own_environment(info: Mapping[str, Any]) -> str | None:
+    """The environment that belongs to a run: the one it was trained for, or its dataset's."""
+    return info.get("environment") or envs.of_dataset(info["dataset"])
+
+
 def save_evaluation(
     run: Path, step: int, results: Sequence[EpisodeResult], environment: str, about: About | None = None
 ) -> None:
@@ -145,6 +150,7 @@ def save_evaluation(
     `about` the environment, where it is known: a simulator need not be imported for it.
     """
     info = read(run)
+    elsewhere = "" if environment == own_environment(info) else environment
     rows = [
         EpisodeRow(
             run=Path(run).resolve().name,
@@ -160,6 +166,7 @@ def save_evaluation(
             length=r.length,
             seconds=round(r.seconds, 3),
             return_=r.returned,
+            environment=elsewhere,
         )
         for r in results
     ]
@@ -206,7 +213,7 @@ def evaluate_run(
     An earlier evaluation of the same checkpoint is replaced; a longer one only with `overwrite`.
     """
     info = read(run)
-    environment = environment or info.get("environment") or envs.of_dataset(info["dataset"])
+    environment = environment or own_environment(info)
     if environment is None:
         raise UserError(f"{run} was trained on own data; name the environment to evaluate in with --env")
     device = resolve_device(device)
@@ -253,24 +260,15 @@ def evaluate_agent(
     with Workers(environment, workers) as pool:  # they start while the agent is loaded
         agent, at = load()
         about = pool.about()
-        if about.observation_dim != agent.spec.observation_dim:
-            raise UserError(
-                f"{environment} has observations of {about.observation_dim} numbers, this policy was trained on "
-                f"{agent.spec.observation_dim}; name the environment of its data with --env"
-            )
-        if about.action_shape not in ((), (agent.spec.action_dim,)):
-            raise UserError(
-                f"{environment} takes actions of shape {about.action_shape}, this policy gives {agent.spec.action_dim} "
-                "numbers; name the environment of its data with --env"
-            )
+        about.require(environment, agent.spec.observation_dim, agent.spec.action_dim)
         asked = episodes_of(config, environment, about.tasks)
         total = len(asked)
         earlier = {row.which for row in read_rows(rows) if row.step == at}
         if not earlier <= asked and not overwrite:
             why = "" if len(earlier) > total else ", in another environment, of other tasks or with another seed"
             raise UserError(
-                f"{rows.parent} has an evaluation of {len(earlier)} episodes of this checkpoint{why}; --overwrite "
-                "replaces it"
+                f"{rows.parent} has an evaluation of {len(earlier)} episodes of this checkpoint{why}; `qhyer eval` "
+                "replaces it if it is given --overwrite"
             )
         with Progress(title, total, quiet) as progress:
 

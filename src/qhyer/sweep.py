@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from qhyer.data.episodes import Episodes
     from qhyer.manifest import Cell
 
+NO_FILE = "no such file"
 Files = dict[str, bytes]
 """a run's folder: path in it -> content"""
 
@@ -113,6 +114,8 @@ def run_cells(
             if environment is not None:
                 rollout.check(environment)
     absent = _absent_data(todo) if launcher == "local" else ""
+    if absent.startswith(NO_FILE):
+        raise UserError(absent)  # a file, other than a dataset, is not made by us
     if dry_run and absent:
         console.print(absent, markup=False, soft_wrap=True)
     if dry_run or not todo:
@@ -144,7 +147,7 @@ def _absent_data(cells: Sequence[Cell]) -> str:
 
     own = sorted({cell.dataset for cell in cells if cell.dataset.endswith(".npz")})
     if absent := [path for path in own if not Path(path).is_file()]:
-        return f"no such file: {', '.join(absent)}"
+        return f"{NO_FILE}: {', '.join(absent)} (datasets of the manifest)"
     names = sorted({cell.dataset for cell in cells} - set(own))
     if absent := [name for name in names if registry.find(name) is None]:
         looked = f"looked in {registry.data_dir()} and ~/.ogbench/data"
@@ -312,6 +315,7 @@ class CellJob:
     """what there is of the run, for a worker that does not see its folder"""
     eval_workers: int | None = None
     quiet: bool = True
+    asked_on: str = field(default_factory=platform.node)
 
 
 @dataclass(frozen=True)
@@ -443,7 +447,7 @@ def _train_and_evaluate(job: CellJob, run: Path) -> None:
             cell.train,
             preset=cell.preset,
             run=run,
-            resume=True,
+            resume=(run / "run.json").is_file(),
             episodes=episodes,
             environment=cell.environment,
             quiet=job.quiet,
@@ -469,6 +473,8 @@ def _episodes(job: CellJob) -> Episodes:
     try:
         return _load(job.cell, there if there.is_file() else job.cell.dataset)
     except UserError as error:
+        if platform.node() == job.asked_on:
+            raise
         raise UserError(f"on {platform.node()}: {error}") from None
 
 

@@ -10,6 +10,7 @@ to the last digits).
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import shlex
 import signal
@@ -26,11 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qhyer import agents, checkpoint, distributed, runs
+from qhyer import agents, checkpoint, distributed, rollout, runs
 from qhyer.agent import Agent, AgentConfig, Stage
 from qhyer.config import Precision, chosen, fingerprint, to_dict
 from qhyer.data import registry
-from qhyer.data.episodes import Episodes
+from qhyer.data.episodes import UNNAMED, Episodes
 from qhyer.data.goals import of_seeds
 from qhyer.errors import UserError, require
 from qhyer.evaluate import EvalConfig, evaluate, success_rate
@@ -219,9 +220,17 @@ def _train(
     if episodes is None:
         episodes, _ = registry.load(dataset, device)
     else:
-        episodes = episodes.to(device)
+        episodes = copy.copy(episodes.to(device))
+        if episodes.name == UNNAMED:
+            episodes.name = Path(dataset).stem
     registered = registry.DATASETS.get(episodes.name)
-    environment = environment or (registered.environment if registered else None)
+    home = registered.environment if registered else None
+    environment = environment or home
+    if environment is not None and environment != home:  # now, and not when hours of training are to be evaluated
+        found = rollout.check(environment)
+        found.require(environment, episodes.observations.shape[1], episodes.actions.shape[1])
+        if (odd := found.remark(environment)) and not quiet:
+            print(f"note: {odd}", file=sys.stderr)
     if configs[0].eval_every and environment is None:
         raise UserError("--eval-every needs an environment: name it with --env")
     name = Path(sys.argv[0]).name
@@ -283,6 +292,7 @@ def _is_done(run: Path, info: dict[str, Any], config: AgentConfig, resume: bool,
     if not (run / "run.json").is_file():
         raise UserError(f"{run} has checkpoints but no run.json, so nobody knows whose they are; remove the folder")
     _check_same_run(run, info)
+    _settle(run, info["environment"], quiet)
     if is_finished(run, config):
         if not quiet:
             print(f"{run} is finished ({kept[-1]} updates); nothing to do")
@@ -449,6 +459,21 @@ def _check_same_run(run: Path, info: dict[str, Any]) -> None:
     different = [f"{name}: {there} there, {asked} asked for" for name, there, asked in pairs if there != asked]
     if different:
         raise UserError(f"{run} is another run ({'; '.join(different)}); choose another --out, or ask for the same")
+
+
+def _settle(run: Path, environment: str | None, quiet: bool) -> None:
+    """A run without an environment gets the one that is named now; one that has another keeps it, and says so."""
+    before = runs.read(run)
+    if environment is None or environment == before.get("environment") or not distributed.is_main():
+        return
+    if before.get("environment") is None:
+        write_json(run / "run.json", {**before, "environment": environment})
+    elif not quiet:
+        print(
+            f"note: {run} stays a run of {before['environment']}; `qhyer eval {run} --env {environment}` evaluates it "
+            "elsewhere",
+            file=sys.stderr,
+        )
 
 
 class _Loop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from qhyer.data import check as checks
 from qhyer.data import hdf5, pieces, registry
-from qhyer.data.episodes import FILES, HDF5, goal_columns, goal_rewards, read_arrays, read_npz, stored_goal
+from qhyer.data.episodes import FILES, HDF5, end_flags, goal_columns, goal_rewards, read_arrays, read_npz, stored_goal
 from qhyer.data.generate.ant_config import AntConfig
 from qhyer.data.generate.runner import generate as run_generation
 from qhyer.errors import DataError, UserError
@@ -82,6 +83,8 @@ def check(path: Path, /) -> int:
         return 1
     for note in notes:
         console.print(f"repaired when read: {note}", markup=False)
+    with contextlib.suppress(DataError):  # ends as flags or as row numbers, as training takes them
+        arrays["terminals"] = end_flags(np.asarray(arrays["terminals"]), len(arrays["observations"]))
     problems = _problems(arrays)
     if not any(problem.code == "shape" for problem in problems):
         try:

@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from qhyer.data import check
-from qhyer.errors import CorruptFile, DataError, UserError
+from qhyer.errors import CorruptFile, DataError, UserError, did_you_mean
 from qhyer.storage import read_sealed_json, sha256_file
 
 HDF5 = (".hdf5", ".h5")
 FILES = (".npz", *HDF5)
+UNNAMED = "custom"  # data that nobody has given a name
 STD_FLOOR = 1e-3  # constant columns: a scale that leaves them at zero rather than blowing them up
 
 
@@ -62,7 +63,7 @@ class Episodes:
         actions: Tensor,
         ends: Tensor,
         goal_indices: Sequence[int],
-        name: str = "custom",
+        name: str = UNNAMED,
         fingerprint: str = "",
         rewards: Tensor | None = None,
     ) -> None:
@@ -98,7 +99,7 @@ class Episodes:
         *,
         goal: Sequence[int] | Sequence[str] | None = None,
         observation_names: Sequence[str] | None = None,
-        name: str = "custom",
+        name: str = UNNAMED,
         device: str | torch.device = "cpu",
         rewards: Any = None,
     ) -> Episodes:
@@ -114,7 +115,7 @@ class Episodes:
             observations, actions, ends = np.asarray(observations), np.asarray(actions), np.asarray(ends)
         except ValueError as error:
             raise DataError(f"{name}: not an array, rows of unequal length? ({error})") from None
-        flags = _end_flags(ends, observations.shape[0] if observations.ndim else 0)
+        flags = end_flags(ends, observations.shape[0] if observations.ndim else 0)
         problems = check.find_problems(observations, actions, flags)
         errors = [p for p in problems if p.severity == "error"]
         if errors:
@@ -239,7 +240,11 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     """The arrays of an npz, never unpickled; its sidecar's SHA-256 is checked when there is a sidecar."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"no dataset at {path}; `qhyer data generate NAME` makes one, `qhyer data list` names them")
+        beside = [file.name for file in path.parent.glob("*") if file.suffix in FILES] if path.parent.is_dir() else []
+        raise UserError(
+            f"no dataset at {path}{did_you_mean(path.name, beside)} (`qhyer data generate NAME` makes those of "
+            "`qhyer data list`)"
+        )
     sidecar = path.with_suffix(".json")
     if sidecar.is_file():
         if b'"seal"' not in sidecar.read_bytes() and b"sha256" not in sidecar.read_bytes():
@@ -300,7 +305,7 @@ def _rewards(name: str, rewards: Any, rows: int) -> np.ndarray:
     return values.astype(np.float32)
 
 
-def _end_flags(ends: np.ndarray, rows: int) -> np.ndarray:
+def end_flags(ends: np.ndarray, rows: int) -> np.ndarray:
     """Flags of length N from flags or from row numbers."""
     if ends.ndim == 1 and len(ends) == rows and (ends.dtype == bool or np.isin(ends, (0, 1)).all()):
         return ends.astype(bool)

@@ -158,6 +158,12 @@ def _episodes(
     if timeouts is None and kind is not None:
         notes.append("there are no timeouts (D4RL#176): ends are where positions jump")
     if "rewards" in arrays:  # that of a step belongs to the state it leads to
+        lost = np.count_nonzero(arrays["rewards"][ends | (np.arange(rows) == rows - 1)])
+        if lost:
+            notes.append(
+                f"rewards are moved to the states that steps lead to: those of {lost} last steps are left out, since "
+                "the file does not have the states they led to"
+            )
         arrays["rewards"] = np.append(np.float32(0), arrays["rewards"][:-1])
         arrays["rewards"][1:][ends[:-1]] = 0
     if kind is None and not ends[-1]:

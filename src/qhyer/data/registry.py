@@ -106,6 +106,8 @@ def get(name: str) -> Dataset:
         if full in DATASETS:
             return DATASETS[full]
     hint = did_you_mean(name, DATASETS, most=3)
+    if own := [f"{name}{end}" for end in FILES if Path(f"{name}{end}").is_file()]:
+        hint = f"; did you mean the file {own[0]}?"
     raise UserError(f"no dataset is called {name!r}{hint} (`qhyer list datasets` names them all)")
 
 

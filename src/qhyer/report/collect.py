@@ -36,7 +36,7 @@ COLUMNS = (
     "length",
     "seconds",
 )
-OPTIONAL = ("return",)  # empty, or absent, where success is all there is
+OPTIONAL = ("return", "environment")  # empty, or absent, where success is all there is, and where a run is at home
 ASIDE = "exploration"  # runs kept to show how a setting was found: counted only where this folder itself is named
 NEEDED = (
     "agent",
@@ -63,9 +63,7 @@ class Episode:
     length: int
     seconds: float
     returned: float = math.nan  # the column `return`: undiscounted, where the task has rewards of its own
-
-    def values(self) -> tuple[Any, ...]:
-        return (*(getattr(self, name) for name in COLUMNS), self.returned)
+    environment: str = ""  # where that is another than the run's own
 
 
 @dataclass(frozen=True)
@@ -97,6 +95,11 @@ class Run:
     def last(self) -> tuple[Episode, ...]:
         """The score: the rows of the last evaluation."""
         return self.at(self.steps[-1]) if self.steps else ()
+
+    @property
+    def elsewhere(self) -> str:
+        """The environment of the last evaluation, where it is not the run's own."""
+        return self.last[0].environment if self.last else ""
 
     @property
     def variant(self) -> str:
@@ -164,6 +167,7 @@ def read_episodes(path: Path) -> list[Episode]:
                 length=int(line["length"]),
                 seconds=float(line["seconds"]),
                 returned=float(line.get("return") or math.nan),
+                environment=line.get("environment") or "",
             )
         except (TypeError, ValueError) as error:
             raise UserError(f"{path}, line {reader.line_num}: {error}; {advice}") from error

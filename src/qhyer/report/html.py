@@ -432,6 +432,7 @@ def _details(run: Run) -> str:
 
     add("command", info.get("command"), code=True)
     add("environment", info.get("environment"))
+    add("evaluated in", run.elsewhere)
     size = [f"{data[name]:,} {name}" for name in ("episodes", "transitions") if isinstance(data.get(name), int)]
     add("data", ", ".join(size))
     add("fingerprint", data.get("fingerprint"), code=True)

@@ -115,6 +115,8 @@ def _settings(run: Run) -> dict[str, Any]:
     data = run.info.get("data") or {}
     if isinstance(data, Mapping) and data.get("fingerprint"):
         settings["data"] = str(data["fingerprint"])[:8]
+    if run.elsewhere:
+        settings["environment"] = run.elsewhere
     settings.pop("seed", None)
     return settings
 
@@ -203,6 +205,9 @@ def warnings(found: Sequence[Group], preset_of: PresetOf | None = None) -> list[
         if changed:
             shown = changed if len(changed) <= 6 else [*changed[:5], f"and {len(changed) - 5} more"]
             notes.append(f"{name}: not the preset as it stands: {', '.join(shown)}")
+        for run in group.scored:
+            if run.elsewhere and run.info.get("environment"):
+                notes.append(f"{name}: {run.name} was evaluated in {run.elsewhere}, not in {run.info['environment']}")
         seeds = [run.seed for run in group.scored]
         for seed in sorted({seed for seed in seeds if seeds.count(seed) > 1}):
             notes.append(f"{name}: {seeds.count(seed)} different runs have seed {seed}; each counts as a seed")
@@ -234,7 +239,7 @@ def run_return(rows: Iterable[Episode]) -> float:
 
 
 def environment(run: Run) -> str:
-    return run.info.get("environment") or run.dataset
+    return run.elsewhere or run.info.get("environment") or run.dataset
 
 
 def normalised_score(run: Run) -> float:
@@ -413,8 +418,10 @@ def success_csv(rows: Sequence[SuccessRow]) -> str:
 
 def episodes_csv(rows: Iterable[Episode]) -> str:
     rows = list(rows)
-    names = COLUMNS if all(math.isnan(row.returned) for row in rows) else COLUMNS + OPTIONAL
-    return to_csv(names, ([int(v) if n == "success" else v for n, v in zip(names, row.values())] for row in rows))
+    there = (any(not math.isnan(row.returned) for row in rows), any(row.environment for row in rows))
+    names = COLUMNS + tuple(name for name, needed in zip(OPTIONAL, there) if needed)
+    own = {"success": lambda row: int(row.success), "return": lambda row: row.returned}
+    return to_csv(names, ([own[n](row) if n in own else getattr(row, n) for n in names] for row in rows))
 
 
 def summary_csv(table: Table) -> str:
