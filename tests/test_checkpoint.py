@@ -187,7 +187,7 @@ def test_a_pickle_in_the_place_of_the_weights_is_refused_and_not_run(tmp_path):
 def test_others_may_read_it_as_far_as_the_umask_lets_them(tmp_path):
     before = os.umask(0o027)
     try:
-        storage.write_tensors(tmp_path / "a.safetensors", {"x": torch.ones(2)})
+        checkpoint.write_tensors(tmp_path / "a.safetensors", {"x": torch.ones(2)})
         assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == 0o640
     finally:
         os.umask(before)

@@ -369,6 +369,16 @@ def test_own_data(tiny, capsys):
     )
 
 
+def test_files_that_are_not_there_or_have_one_name(tiny, capsys):
+    text = tiny.read_text() + 'goal = [0, 1]\nenvironment = "pointmaze-medium-v0"\n'
+    write(tiny, text.replace("pointmaze-medium-stitch", "mien.npz"))
+    assert call("sweep", tiny, "--dry-run") == 2
+    assert "no such file" in capsys.readouterr().err
+    write(tiny, text.replace('"pointmaze-medium-stitch"', '"a/mine.npz", "b/mine.npz"'))
+    assert call("sweep", tiny, "--dry-run") == 2
+    assert "give these different names" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_task_that_pays_has_a_score(tiny, tmp_path, capsys, monkeypatch):
     generate(registry.get("maze2d-umaze"), out=tmp_path, episodes=2, rows=40, workers=1, progress=False)
     monkeypatch.setenv("QHYER_DATA", str(tmp_path))

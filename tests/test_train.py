@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import signal
@@ -23,7 +24,7 @@ from qhyer import train as training
 from qhyer.agent import Agent, AgentConfig, Stage
 from qhyer.config import to_dict
 from qhyer.data import registry
-from qhyer.data.episodes import Episodes
+from qhyer.data.episodes import UNNAMED, Episodes
 from qhyer.data.samplers import TransitionSamplerConfig
 from qhyer.errors import UserError
 from qhyer.evaluate import evaluate
@@ -348,6 +349,14 @@ def test_saving_and_logging_more_often_changes_no_weight(tiny_config, point_worl
 
 
 # ---------------------------------------------------------------------------------------------- refusals, failures
+
+
+def test_data_without_a_name_get_the_one_they_are_trained_under(tiny_config, point_world, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    unnamed = copy.copy(point_world)
+    unnamed.name = UNNAMED
+    run = train("qhyer", "mine", tiny_config("qhyer"), TrainConfig(device="cpu"), episodes=unnamed, quiet=True)
+    assert runs.read(run)["dataset"] == "mine" and run.parent.name == "mine" and unnamed.name == UNNAMED
 
 
 def test_checkpoints_of_nobody_knows_what_are_refused(tiny_config, point_world, tmp_path):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qhyer.errors import CorruptFile, UserError
@@ -28,7 +28,6 @@ from qhyer.storage import (
     sha256_file,
     sweep_partial,
     write_sealed_json,
-    write_tensors,
 )
 
 FORMAT = 2  # 2: the flow's blocks are stacked
@@ -46,6 +45,14 @@ class Checkpoint:
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous CPU copies: safetensors refuses views that share memory."""
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file with the rights that any new file gets here; the library's own are for their owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path)
+    path.chmod(mode)
 
 
 def save(

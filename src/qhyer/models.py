@@ -23,12 +23,13 @@ from torch import Tensor
 
 from qhyer import agents, runs
 from qhyer.agent import Agent
+from qhyer.checkpoint import write_tensors
 from qhyer.config import from_dict
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import CorruptFile, UserError, did_you_mean
 from qhyer.evaluate import EvalConfig, success_rate
 from qhyer.records import EpisodeRow, read_rows
-from qhyer.storage import atomic_directory, read_sealed_json, sha256_file, write_json, write_sealed_json, write_tensors
+from qhyer.storage import atomic_directory, read_sealed_json, sha256_file, write_json, write_sealed_json
 
 FORMAT = 1
 WEIGHTS, ABOUT, CARD = "model.safetensors", "model.json", "README.md"

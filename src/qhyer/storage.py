@@ -12,14 +12,11 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qhyer.errors import CorruptFile
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TEMPORARY = ".partial-"  # prefix of names that are not yet files; swept by `sweep_partial`
 
@@ -92,16 +89,6 @@ def sweep_partial(folder: Path) -> None:
             shutil.rmtree(item, ignore_errors=True)
         else:
             item.unlink(missing_ok=True)
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file with the rights that any new file gets here; the library's own are for their owner alone."""
-    from safetensors.torch import save_file
-
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(dict(tensors), path)
-    path.chmod(mode)
 
 
 def write_text(path: Path, text: str) -> None:

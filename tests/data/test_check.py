@@ -238,8 +238,12 @@ def test_check_command(tmp_path, capsys):
     np.savez(tmp_path / "lacking.npz", observations=observations)
     assert commands.check(tmp_path / "lacking.npz") == 1
     assert "lacks actions, terminals" in capsys.readouterr().out
-    with pytest.raises(UserError, match="no dataset at"):
-        commands.check(tmp_path / "absent.npz")
+    with pytest.raises(UserError, match=r"no dataset at .*god.npz; did you mean good.npz\?"):
+        commands.check(tmp_path / "god.npz")
+    observations, actions, terminals = healthy()
+    rows = write(tmp_path / "rows.npz", observations, actions, np.flatnonzero(terminals))  # ends as row numbers
+    assert commands.check(rows) == 0 and "1000 rows, 20 episodes" in capsys.readouterr().out
+    assert commands.info(str(rows)) == 0 and "20 of 50 rows" in capsys.readouterr().out
 
 
 def test_info_and_list_commands(tmp_path, capsys, monkeypatch):

@@ -362,3 +362,11 @@ def test_ends_of_a_file_of_ones_own(tmp_path):
         read(own_file(tmp_path / "none.hdf5", terminals=np.zeros(30, bool)))
     arrays, (note,) = read(own_file(tmp_path / "cut.hdf5", terminals=np.arange(30) == 9))
     assert "the last row is not marked" in note and np.flatnonzero(arrays["terminals"]).tolist() == [9, 29]
+
+
+def test_rewards_of_last_steps_have_no_state(tmp_path):
+    ends = np.arange(30) % 10 == 9
+    arrays, (note,) = read(own_file(tmp_path / "end.hdf5", terminals=ends, rewards=ends.astype(np.float32)))
+    assert "those of 3 last steps are left out" in note and not arrays["rewards"].any()
+    arrays, notes = read(own_file(tmp_path / "way.hdf5", terminals=ends, rewards=np.float32(np.arange(30) % 10 == 4)))
+    assert not notes and np.flatnonzero(arrays["rewards"]).tolist() == [5, 15, 25]

@@ -83,8 +83,7 @@ def check(path: Path, /) -> int:
         return 1
     for note in notes:
         console.print(f"repaired when read: {note}", markup=False)
-    with contextlib.suppress(DataError):  # ends as flags or as row numbers, as training takes them
-        arrays["terminals"] = end_flags(np.asarray(arrays["terminals"]), len(arrays["observations"]))
+    arrays = _with_flags(arrays)
     problems = _problems(arrays)
     if not any(problem.code == "shape" for problem in problems):
         try:
@@ -102,6 +101,13 @@ def check(path: Path, /) -> int:
     return 1 if errors else 0
 
 
+def _with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Ends as flags, where they are row numbers, which training takes, too; what is neither stays for the check."""
+    with contextlib.suppress(DataError, TypeError):
+        return {**arrays, "terminals": end_flags(np.asarray(arrays["terminals"]), len(arrays["observations"]))}
+    return arrays
+
+
 def _problems(arrays: Mapping[str, np.ndarray]) -> list[checks.Problem]:
     needed = (arrays["observations"], arrays["actions"], arrays["terminals"])
     return checks.find_problems(*needed, arrays.get("rewards"))
@@ -114,7 +120,7 @@ def info(name_or_path: str, /) -> int:
         name_or_path: a dataset's name, or an npz or HDF5 file
     """
     path = _locate(name_or_path)
-    arrays = read_arrays(path)
+    arrays = _with_flags(read_arrays(path))
     observations, actions = np.asarray(arrays["observations"]), np.asarray(arrays["actions"])
     problems = checks.find_problems(observations, actions, arrays["terminals"])
     if any(problem.code == "shape" for problem in problems):

@@ -159,7 +159,7 @@ def _episodes(
         notes.append("there are no timeouts (D4RL#176): ends are where positions jump")
     if "rewards" in arrays:  # that of a step belongs to the state it leads to
         lost = np.count_nonzero(arrays["rewards"][ends | (np.arange(rows) == rows - 1)])
-        if lost:
+        if lost and kind is None:
             notes.append(
                 f"rewards are moved to the states that steps lead to: those of {lost} last steps are left out, since "
                 "the file does not have the states they led to"
