@@ -193,6 +193,15 @@ def test_others_may_read_it_as_far_as_the_umask_lets_them(tmp_path):
         os.umask(before)
 
 
+def test_what_the_disk_refuses_is_said_of_the_file_that_was_meant(tmp_path):
+    with pytest.raises(PermissionError) as told, storage.atomic_file(tmp_path / "a.gif") as temporary:
+        raise PermissionError(13, "Permission denied", str(temporary))
+    assert told.value.filename == str(tmp_path / "a.gif") and not list(tmp_path.iterdir())
+    with pytest.raises(FileNotFoundError) as told, storage.atomic_file(tmp_path / "a.gif"):
+        (tmp_path / "other").read_bytes()
+    assert told.value.filename == str(tmp_path / "other")  # and of another file, of that one
+
+
 # ----------------------------------------------------------------------------------------------- failing half-way
 
 

@@ -39,16 +39,28 @@ def _temporary(path: Path) -> Path:
 
 
 @contextlib.contextmanager
+def _by_name(temporary: Path, path: Path) -> Iterator[None]:
+    """What the system refuses, a full disk or a folder without rights, is said of the file that was meant."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename == str(temporary):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+@contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yields a temporary path to write; it becomes `path` when the block ends well, and vanishes otherwise."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     try:
-        yield temporary
-        _sync(temporary)
-        os.replace(temporary, path)
-        _sync(path.parent)
+        with _by_name(temporary, path):
+            yield temporary
+            _sync(temporary)
+            os.replace(temporary, path)
+            _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -66,7 +78,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
-    temporary.mkdir()
+    with _by_name(temporary, path):
+        temporary.mkdir()
     try:
         yield temporary
         for item in temporary.iterdir():

@@ -94,6 +94,13 @@ def test_starts_are_uniform_over_what_is_possible(episodes):
     assert follows(batch["rows"], law) > 1e-3
 
 
+def test_a_context_longer_than_every_episode_is_told(episodes, caplog):
+    WindowSamplerConfig(19, DISCOUNT).build(episodes, torch.Generator())
+    assert not caplog.records
+    WindowSamplerConfig(20, DISCOUNT).build(episodes, torch.Generator())
+    assert "a context of 20, where no episode has more than 19 steps" in caplog.text
+
+
 def test_short_episodes_are_padded_and_masked(episodes):
     batch = sample(episodes)
     for start, transitions in ((12, 2), (35, 1)):

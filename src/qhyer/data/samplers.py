@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from qhyer.data import goals
 from qhyer.data.episodes import Episodes
 from qhyer.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,9 @@ class Windows:
         # Every row with K transitions ahead can start a window; an episode shorter than K gives one, padded.
         ahead = episodes.end_of - torch.arange(len(episodes.end_of), device=episodes.device)
         fits = ahead >= context
+        longest = int((episodes.ends - episodes.starts).max())
+        if context > longest:
+            log.warning("%s: a context of %d, where no episode has more than %d steps", episodes.name, context, longest)
         short = (episodes.ends - episodes.starts) < context
         fits[episodes.starts[short]] = True
         self.starts = torch.nonzero(fits).squeeze(1)
