@@ -72,7 +72,7 @@ ALLOWED = {  # package -> what it may import of ours, besides itself
     "records": ("storage", "errors"),
     "checkpoint": ("storage", "errors"),
     "rollout": ("envs", "launch", "errors"),
-    "policy": ("agent", "lane"),
+    "policy": ("agent", "lane", "errors"),
     "evaluate": ("agent", "policy", "rollout", "rng", "errors", "records", "config"),
     "report": (*FOUNDATION, "records"),
 }

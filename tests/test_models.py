@@ -276,3 +276,17 @@ def test_rows_go_where_they_belong(run, here):
     models.export(run, Path("models/maze"), dtype="fp32", overwrite=True)
     with pytest.raises(UserError, match="another model"):
         models.evaluate_model("maze", one, workers=0, quiet=True)
+
+
+def test_a_policy_for_ones_own_loop(run, here):
+    """Of a run's folder, or of a model: the same network, rounded or not."""
+    models.export(run, here / "exact", dtype="fp32")
+    agent, _ = runs.load_agent(run)
+    width = agent.spec.observation_dim
+    state, goal = np.full(width, 0.3), np.full(width, -0.2)
+    with torch.no_grad():
+        expected, _ = agent.act(*(torch.tensor(x[None], dtype=torch.float32) for x in (state, goal)), None)
+    for name in (run, here / "exact", str(run)):
+        assert np.array_equal(models.policy(name)(state, goal), expected[0].clamp(-1, 1).numpy())
+    with pytest.raises(UserError, match="no model is called"):
+        models.policy("nowhere")

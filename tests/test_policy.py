@@ -1,14 +1,16 @@
-"""Graphs of the policy: the same actions as without, whoever takes turns. The capture itself needs a GPU; here a
-stand-in computes again into the same tensors, which is all that a graph does."""
+"""A policy for a loop of one's own. And its graphs: the same actions as without, whoever takes turns. The capture
+itself needs a GPU; here a stand-in computes again into the same tensors, which is all that a graph does."""
 
 from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 
-from qhyer.policy import LIMIT, GraphedPolicy
+from qhyer.errors import UserError
+from qhyer.policy import LIMIT, GraphedPolicy, Policy
 
 DIM = 4  # of the point world
 
@@ -157,3 +159,47 @@ def test_an_agent_that_cannot_be_captured_acts_and_leaves_the_generator_alone(ti
     assert torch.equal(torch.rand(3, device="cuda"), expected)  # and memory can still be had
     del policy
     assert torch.ones(1 << 20, device="cuda").sum() == 1 << 20
+
+
+# --------------------------------------------------------------------------------------------- a loop of one's own
+
+
+@pytest.mark.parametrize("name", ["qhyer", "gcbc", "nf_gcbc"])
+def test_arrays_in_and_an_array_out_are_what_the_agent_does(name, tiny_agent, shake):
+    agent = tiny_agent(name)
+    shake(agent)
+    policy = Policy(agent)
+    assert not agent.training
+    rng = np.random.default_rng(0)
+    goal, states = rng.normal(size=DIM), rng.normal(size=(3, 6, DIM))  # float64, as environments have them
+    for episode in states:
+        policy.reset()
+        memory = None
+        for state in episode:
+            with torch.no_grad():
+                expected, memory = agent.act(
+                    *(torch.tensor(x[None], dtype=torch.float32) for x in (state, goal)), memory
+                )
+            action = policy(state, goal)
+            assert action.dtype == np.float32 and action.shape == (agent.spec.action_dim,)
+            assert np.array_equal(action, expected[0].clamp(-1, 1).numpy())
+    policy.reset()
+    several = policy(torch.tensor(states[:, 0]), np.tile(goal, (3, 1)).tolist())  # tensors and lists, too
+    assert several.shape == (3, agent.spec.action_dim) and np.abs(several).max() <= 1
+
+
+def test_what_does_not_fit_is_told(tiny_agent):
+    policy, state = Policy(tiny_agent("gcbc")), np.zeros(DIM)
+    for observation, goal, words in (
+        (np.zeros(DIM + 1), state, r"observation of shape \(5,\), not \(4,\) or \(n, 4\)"),
+        (state, np.zeros(2), r"a goal is a whole state: goal of shape \(2,\)"),
+        (np.zeros((3, DIM)), state, "give one goal for each"),
+        (np.full(DIM, np.nan), state, "the observation has values that are not finite"),
+    ):
+        with pytest.raises(UserError, match=words):
+            policy(observation, goal)
+    policy(state, state)
+    with pytest.raises(UserError, match=r"call reset\(\) between"):
+        policy(np.zeros((3, DIM)), np.zeros((3, DIM)))
+    policy.reset()
+    assert policy(np.zeros((3, DIM)), np.zeros((3, DIM))).shape[0] == 3

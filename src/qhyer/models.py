@@ -28,6 +28,7 @@ from qhyer.config import from_dict
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import CorruptFile, UserError, did_you_mean
 from qhyer.evaluate import EvalConfig, success_rate
+from qhyer.policy import Policy
 from qhyer.records import EpisodeRow, read_rows
 from qhyer.storage import atomic_directory, read_sealed_json, sha256_file, write_json, write_sealed_json
 
@@ -181,9 +182,9 @@ def card(name: str, about: Mapping[str, Any]) -> str:
         "```python",
         "from qhyer import models",
         "",
-        f'agent, about = models.load("{name}")',
-        "action, memory = agent.act(observation, goal, None)  # raw float32 tensors, n episodes at once",
-        "action, memory = agent.act(observation, goal, memory)  # and so on, to the end of the episode",
+        f'policy = models.policy("{name}")',
+        "policy.reset()                        # an episode begins",
+        "action = policy(observation, goal)    # arrays, raw, as in the data; and so on, to its end",
         "```",
         "",
     ]
@@ -261,6 +262,12 @@ def load(name: str | Path, device: str = "cpu") -> tuple[Agent, dict[str, Any]]:
         )
     agent.load_state_dict(state, strict=False)  # bf16 becomes float32 here: every value as it was stored
     return agent.to(device).eval(), about
+
+
+def policy(name: str | Path, device: str = "cpu") -> Policy:
+    """A model, or a run by its folder, for a loop of one's own."""
+    agent, _ = runs.load_agent(Path(name), device=device) if runs.is_run(Path(name)) else load(name, device)
+    return Policy(agent)
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation

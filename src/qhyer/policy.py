@@ -1,7 +1,8 @@
-"""An agent's policy in CUDA graphs: acting is hundreds of small kernels, and launching them takes longer than they do.
+"""An agent as a policy: for a loop of one's own (`Policy`), and for many episodes on a GPU (`GraphedPolicy`).
 
-One graph for each set of shapes: a sequence model's memory grows until its window is full, so there are as many as
-the window has steps, provided that the batch keeps its size.
+Acting is hundreds of small kernels, and launching them takes longer than they do, hence CUDA graphs. One graph for each
+set of shapes: a sequence model's memory grows until its window is full, so there are as many as the window has steps,
+provided that the batch keeps its size.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from qhyer.agent import Agent, Memory
+from qhyer.errors import UserError
 from qhyer.lane import abandon, default_cuda_generator, keep
 
 Outputs = tuple[Tensor, Memory | None]
@@ -23,6 +27,50 @@ Capture = Callable[[Act], tuple[Outputs, Callable[[], None]]]
 
 LIMIT = 64  # shapes; an agent whose memory grows without end acts eagerly beyond it
 WARMUP = 2
+
+
+class Policy:
+    """A trained agent for a loop of one's own: arrays in, an array out, and what it remembers is its own business.
+
+        policy = models.policy("cube-single-play")    # a model by name, or the folder of a model or of a run
+        policy.reset()                                # an episode begins
+        action = policy(observation, goal)            # (d_s,), (d_s,) -> (d_a,) in [-1, 1]
+
+    Several episodes in lock-step have their number as the first axis: (n, d_s), (n, d_s) -> (n, d_a). The goal may
+    change on the way. Observations and goals are raw, as in the data.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent.eval()
+        self.device = next(agent.parameters()).device
+        self.reset()
+
+    def reset(self) -> None:
+        """What comes next is the first step of an episode."""
+        self._memory: Memory | None = None
+        self._shape: tuple[int, ...] | None = None
+
+    def __call__(self, observation: ArrayLike, goal: ArrayLike) -> np.ndarray:
+        here, there = self._checked("observation", observation), self._checked("goal", goal)
+        if here.shape != there.shape:
+            raise UserError(f"observations of shape {here.shape}, goals of shape {there.shape}: give one goal for each")
+        if self._shape not in (None, here.shape):
+            raise UserError(f"observations of shape {here.shape} after those of {self._shape}: call reset() between")
+        state, aim = (torch.from_numpy(np.atleast_2d(x)).to(self.device) for x in (here, there))
+        with torch.no_grad():
+            action, self._memory = self.agent.act(state, aim, self._memory)
+        self._shape = here.shape
+        return action.clamp(-1.0, 1.0).float().cpu().numpy().reshape(*here.shape[:-1], -1)
+
+    def _checked(self, name: str, value: ArrayLike) -> np.ndarray:
+        array = np.asarray(value.cpu() if isinstance(value, Tensor) else value, dtype=np.float32)
+        wanted = self.agent.spec.observation_dim
+        if array.ndim not in (1, 2) or array.shape[-1] != wanted or not array.size:
+            what = "a goal is a whole state: " if name == "goal" else ""
+            raise UserError(f"{what}{name} of shape {array.shape}, not ({wanted},) or (n, {wanted})")
+        if not np.isfinite(array).all():
+            raise UserError(f"the {name} has values that are not finite")
+        return array
 
 
 class CudaCapture:
