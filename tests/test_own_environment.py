@@ -213,7 +213,7 @@ def test_actions_of_another_size(world, capsys):
 def test_a_check_says_what_there_is(world):
     about = rollout.check("own_world:Reach-v0")
     assert (about.tasks, about.observation_dim, about.action_shape) == (2, 2, (2,))
-    assert about.action_range == (-1.0, 1.0) and about.remark("Reach-v0") == ""
+    assert about.remark("Reach-v0") == ""
 
 
 @pytest.fixture
@@ -241,16 +241,54 @@ def test_it_must_fit_the_data_before_anything_is_trained(tiny, environment, word
 
 def test_wider_actions_are_remarked(tiny, capsys):
     assert call(*tiny, "--env", "own_world:Strong-v0") == 0
-    assert "takes actions from -5 to 5; policies give" in " ".join(capsys.readouterr().err.split())
+    assert "takes actions from [-5.0] to [5.0]; policies give" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_gets_its_environment_once(tiny, capsys):
     assert call(*tiny) == 0 and runs.read(Path("run"))["environment"] is None
     assert call(*tiny, "--env", "own_world:Reach-v0") == 0
     assert runs.read(Path("run"))["environment"] == "own_world:Reach-v0"
+    capsys.readouterr()
+    assert call("eval", "run", "--episodes", "1", "--workers", "0") == 0
+    assert call("report", "run", "--out", "page") == 0 and "was evaluated in" not in capsys.readouterr().out
     assert call(*tiny, "--env", "own_world:Seen-v0") == 0
     assert runs.read(Path("run"))["environment"] == "own_world:Reach-v0"
     assert "stays a run of own_world:Reach-v0" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_stays_where_it_began(tiny):
+    """Also for the evaluations of a training that goes on."""
+    often = ["--save-every", "1", "--keep", "2"]
+    assert call(*tiny, *often, "--env", "own_world:Reach-v0") == 0
+    shutil.rmtree("run/checkpoints/00000002")
+    elsewhere = ["--env", "own_world:Seen-v0", "--eval-every", "2", "--eval-episodes", "1"]
+    assert call(*tiny, *often, "--resume", *elsewhere) == 0
+    assert runs.read(Path("run"))["environment"] == "own_world:Reach-v0"
+    assert {row.environment for row in read_rows(Path("run/episodes.csv"))} == {""}
+
+
+def test_a_refused_training_settles_nothing(tiny):
+    assert call(*tiny, "--save-every", "1", "--keep", "2") == 0
+    shutil.rmtree("run/checkpoints/00000002")
+    before = Path("run/run.json").read_bytes()
+    assert call(*tiny, "--save-every", "1", "--keep", "2", "--env", "own_world:Reach-v0") == 2
+    assert Path("run/run.json").read_bytes() == before
+
+
+def test_runs_of_two_environments_are_not_averaged(tiny, capsys):
+    """Whether they were trained for two, or a model is evaluated at home and elsewhere."""
+    few = ["--episodes", "1", "--workers", "0"]
+    for name in ("Reach", "Seen"):
+        assert call(*tiny[:-1], name, "--env", f"own_world:{name}-v0") == 0 and call("eval", name, *few) == 0
+    capsys.readouterr()
+    assert call("report", "Reach", "Seen", "--out", "page") == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "environment=own_world:Reach-v0" in output and "environment=own_world:Seen-v0" in output
+    assert call("export", "Reach", "--out", "model") == 0
+    assert call("eval", "--model", "model", "--out", "home", *few) == 0
+    assert call("eval", "--model", "model", "--out", "away", "--env", "own_world:Seen-v0", *few) == 0
+    assert {row.environment for row in read_rows(Path("away/episodes.csv"))} == {"own_world:Seen-v0"}
+    assert {row.environment for row in read_rows(Path("home/episodes.csv"))} == {""}
 
 
 def test_scores_of_another_environment_are_told_apart(tiny, capsys):

@@ -367,6 +367,9 @@ def test_own_data(tiny, capsys):
     assert call("sweep", tiny) == 0 and "mine.npz has changed since the training of mine/gcbc" in " ".join(
         capsys.readouterr().out.split()
     )
+    Path("mine.npz").write_bytes(b"broken")  # nothing is to be trained on it: a note
+    os.utime("mine.npz", (later, later))
+    assert call("sweep", tiny) == 0 and "mine.npz has changed" in " ".join(capsys.readouterr().out.split())
 
 
 def test_files_that_are_not_there_or_have_one_name(tiny, capsys):

@@ -29,6 +29,7 @@ from qhyer.data.samplers import TransitionSamplerConfig
 from qhyer.errors import UserError
 from qhyer.evaluate import evaluate
 from qhyer.nn.mlp import MLP
+from qhyer.storage import write_json
 from qhyer.train import NonFinite, TrainConfig, Update, train
 
 CPU = TrainConfig(device="cpu", log_every=4, save_every=3, keep=10, threads=1)
@@ -357,6 +358,13 @@ def test_data_without_a_name_get_the_one_they_are_trained_under(tiny_config, poi
     unnamed.name = UNNAMED
     run = train("qhyer", "mine", tiny_config("qhyer"), TrainConfig(device="cpu"), episodes=unnamed, quiet=True)
     assert runs.read(run)["dataset"] == "mine" and run.parent.name == "mine" and unnamed.name == UNNAMED
+    run = train("qhyer", "mine.v2", tiny_config("qhyer"), CPU, episodes=unnamed, quiet=True)
+    assert runs.read(run)["dataset"] == "mine.v2"
+    with pytest.raises(UserError, match="cube-single-v0 has observations of 28 numbers"):
+        train("qhyer", "cube-single-play-v0", tiny_config("qhyer"), CPU, episodes=unnamed, quiet=True)
+    before = runs.read(run)
+    write_json(run / "run.json", {**before, "dataset": UNNAMED})  # as it was called before names were kept
+    train("qhyer", "mine.v2", tiny_config("qhyer"), CPU, run=run, episodes=unnamed, quiet=True)
 
 
 def test_checkpoints_of_nobody_knows_what_are_refused(tiny_config, point_world, tmp_path):

@@ -315,7 +315,10 @@ def evaluate_model(
         quiet=quiet,
     )
     kept = ("agent", "preset", "dataset", "seed", "config", "train", "spec", "data", "versions", "command", "hardware")
-    info = {key: about[key] for key in (*kept, "parameters")} | {"environment": environment, "model": whose}
+    info = {key: about[key] for key in (*kept, "parameters")} | {
+        "environment": about["environment"] or environment,
+        "model": whose,
+    }
     write_json(out / "run.json", info)
     runs.save_evaluation(out, at, results, environment, what)
     return success_rate(results), out

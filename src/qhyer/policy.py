@@ -63,7 +63,7 @@ class Policy:
         return action.clamp(-1.0, 1.0).float().cpu().numpy().reshape(*here.shape[:-1], -1)
 
     def _checked(self, name: str, value: ArrayLike) -> np.ndarray:
-        array = np.asarray(value.cpu() if isinstance(value, Tensor) else value, dtype=np.float32)
+        array = np.array(value.detach().cpu().numpy() if isinstance(value, Tensor) else value, dtype=np.float32)
         wanted = self.agent.spec.observation_dim
         if array.ndim not in (1, 2) or array.shape[-1] != wanted or not array.size:
             what = "a goal is a whole state: " if name == "goal" else ""

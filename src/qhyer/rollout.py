@@ -46,8 +46,8 @@ class About:
     geometry: dict[str, np.ndarray] | None
     """of a maze"""
     action_shape: tuple[int, ...] = ()
-    action_range: tuple[float, float] | None = None
-    """the least and the greatest action, where the space has bounds"""
+    bounds: tuple[np.ndarray, np.ndarray] | None = None
+    """of actions, where the space has any"""
 
     def require(self, environment: str, observation_dim: int, action_dim: int) -> None:
         """`UserError` unless observations and actions are of these sizes: those of the data, and of policies."""
@@ -64,10 +64,10 @@ class About:
 
     def remark(self, environment: str) -> str:
         """What is odd about it and no error; nothing for most."""
-        if self.action_range in (None, (-1.0, 1.0)):
+        if self.bounds is None or all((np.abs(end) == 1.0).all() for end in self.bounds):
             return ""
-        low, high = self.action_range
-        return f"{environment} takes actions from {low:g} to {high:g}; policies give, and data must have, -1 to 1"
+        low, high = (np.unique(end).tolist() for end in self.bounds)
+        return f"{environment} takes actions from {low} to {high}; policies give, and data must have, -1 to 1"
 
 
 class ShardRunner:
@@ -134,13 +134,13 @@ class Stepper:
             observation, goal = envs.seeded_reset(self.template, 0, 1)
             space = self.template.action_space
             shape = tuple(space.shape)
-            ends = (float(np.min(space.low)), float(np.max(space.high))) if hasattr(space, "low") else None
+            bounds = (np.asarray(space.low), np.asarray(space.high)) if hasattr(space, "low") else None
         if observation.ndim != 1 or goal.shape != observation.shape:
             raise UserError(
                 f"{environment}: observations must be vectors and goals whole observations, of the same size; it has "
                 f"observations of shape {observation.shape} and goals of shape {goal.shape} (docs/protocol.md)"
             )
-        self.about = About(tasks, len(observation), envs.maze_geometry(self.template), shape, ends)
+        self.about = About(tasks, len(observation), envs.maze_geometry(self.template), shape, bounds)
         self.runners: dict[int, ShardRunner] = {}
 
     def answer(self, request: Any) -> tuple[int, Any]:

@@ -135,8 +135,9 @@ def render(episode: Episode, steps: list[int], width: int) -> tuple[list[np.ndar
             last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
             reasons.append(f"{name}: {last.strip() or f'ended with {done.returncode}'}")
     if not views.drawable(episode.environment):
+        own = [reason.partition(": ")[2] for reason in reasons]  # whatever OpenGL was tried
         raise UserError(
-            f"{episode.environment} cannot be rendered ({'; '.join(dict.fromkeys(reasons))}); it has to take "
+            f"{episode.environment} cannot be rendered ({'; '.join(dict.fromkeys(own))}); it has to take "
             'render_mode="rgb_array" and then give frames from render(), as docs/protocol.md says under '
             "'Your own environment'"
         )
@@ -179,22 +180,23 @@ def render_main() -> None:
             frames.append(_picture(env.render(), size))
     made_of = {"frames": np.stack(frames)}
     if env.picture is not None:
-        made_of["goal"] = _picture(env.picture, size)
+        made_of["goal"] = _picture(env.picture, size, frames[0].shape[0])
     with open(sys.argv[2], "wb") as file:
         np.savez(file, **made_of)  # type: ignore[arg-type]
 
 
-def _picture(frame: Any, width: int) -> np.ndarray:
-    """What an environment has rendered, as wide as it was asked for: (height, width, 3) bytes."""
+def _picture(frame: Any, width: int, height: int | None = None) -> np.ndarray:
+    """What an environment has rendered, as wide as it was asked for, at its own proportions if no height is given:
+    (height, width, 3) bytes."""
     from PIL import Image
 
     pixels = np.asarray(frame)
     if pixels.ndim != 3 or pixels.shape[-1] != 3 or pixels.dtype != np.uint8:
         what = "nothing" if frame is None else f"{pixels.dtype} of shape {pixels.shape}"
         raise TypeError(f"render() gave {what}, not bytes of shape (height, width, 3)")
-    if pixels.shape[1] == width:
+    height = height or max(1, round(pixels.shape[0] * width / pixels.shape[1]))
+    if pixels.shape[:2] == (height, width):
         return pixels
-    height = max(1, round(pixels.shape[0] * width / pixels.shape[1]))
     return np.asarray(Image.fromarray(pixels).resize((width, height)))
 
 

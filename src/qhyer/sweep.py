@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from qhyer.data.episodes import Episodes
     from qhyer.manifest import Cell
 
-NO_FILE = "no such file"
 Files = dict[str, bytes]
 """a run's folder: path in it -> content"""
 
@@ -114,8 +113,6 @@ def run_cells(
             if environment is not None:
                 rollout.check(environment)
     absent = _absent_data(todo) if launcher == "local" else ""
-    if absent.startswith(NO_FILE):
-        raise UserError(absent)  # a file, other than a dataset, is not made by us
     if dry_run and absent:
         console.print(absent, markup=False, soft_wrap=True)
     if dry_run or not todo:
@@ -142,12 +139,13 @@ def run_cells(
 
 
 def _absent_data(cells: Sequence[Cell]) -> str:
-    """Which datasets are not on this disk, and what to do about it; nothing if all are there."""
+    """Which datasets are not on this disk, and what to do about it; nothing if all are there. A file of one's own that
+    is not there is an error: nobody can make it."""
     from qhyer.data import registry
 
     own = sorted({cell.dataset for cell in cells if cell.dataset.endswith(".npz")})
     if absent := [path for path in own if not Path(path).is_file()]:
-        return f"{NO_FILE}: {', '.join(absent)} (datasets of the manifest)"
+        raise UserError(f"no such file: {', '.join(absent)}")
     names = sorted({cell.dataset for cell in cells} - set(own))
     if absent := [name for name in names if registry.find(name) is None]:
         looked = f"looked in {registry.data_dir()} and ~/.ogbench/data"
@@ -270,7 +268,10 @@ def _changed_data(cells: Sequence[Cell]) -> list[str]:
             continue
         key = cell.dataset, cell.goal
         if key not in now:
-            now[key] = _load(cell, file).fingerprint
+            try:
+                now[key] = _load(cell, file).fingerprint
+            except UserError:  # it cannot be trained on as it is now; for runs that are done this is a note, too
+                now[key] = ""
         if now[key] != runs.read(cell.folder).get("data", {}).get("fingerprint"):
             older.setdefault(file.name, []).append(cell.name)
     return [

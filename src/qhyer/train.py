@@ -31,7 +31,7 @@ from qhyer import agents, checkpoint, distributed, rollout, runs
 from qhyer.agent import Agent, AgentConfig, Stage
 from qhyer.config import Precision, chosen, fingerprint, to_dict
 from qhyer.data import registry
-from qhyer.data.episodes import UNNAMED, Episodes
+from qhyer.data.episodes import FILES, UNNAMED, Episodes, own_name
 from qhyer.data.goals import of_seeds
 from qhyer.errors import UserError, require
 from qhyer.evaluate import EvalConfig, evaluate, success_rate
@@ -217,22 +217,21 @@ def _train(
             f"seeds of {agent_name} cannot be stacked; those of {can} can. Train it with --together streams"
         )
     device = runs.resolve_device(configs[0].device)
+    unnamed = episodes is not None and episodes.name == UNNAMED
     if episodes is None:
         episodes, _ = registry.load(dataset, device)
     else:
         episodes = copy.copy(episodes.to(device))
-        if episodes.name == UNNAMED:
-            episodes.name = Path(dataset).stem
+        if unnamed:
+            episodes.name = own_name(Path(dataset)) if dataset.endswith(FILES) else dataset
     registered = registry.DATASETS.get(episodes.name)
-    home = registered.environment if registered else None
+    home, asked = registered.environment if registered else None, environment
     environment = environment or home
-    if environment is not None and environment != home:  # now, and not when hours of training are to be evaluated
+    if environment is not None and (environment != home or unnamed):  # now, and not after hours of training
         found = rollout.check(environment)
         found.require(environment, episodes.observations.shape[1], episodes.actions.shape[1])
         if (odd := found.remark(environment)) and not quiet:
             print(f"note: {odd}", file=sys.stderr)
-    if configs[0].eval_every and environment is None:
-        raise UserError("--eval-every needs an environment: name it with --env")
     name = Path(sys.argv[0]).name
     command = shlex.join(["qhyer" if name == "__main__.py" else name, *sys.argv[1:]])
     paths: list[Path] = []
@@ -242,6 +241,13 @@ def _train(
         run = Path(folder or default_run_dir(agent_name, preset, episodes, config, train_config))
         if run.exists() and not run.is_dir():
             raise UserError(f"{run} is a file; give a folder with --out")
+        kept = runs.read(run).get("environment") if runs.is_run(run) else None
+        place = kept or environment  # a run stays where it began
+        if train_config.eval_every and place is None:
+            raise UserError("--eval-every needs an environment: name it with --env")
+        if kept and asked and kept != asked and not quiet:
+            elsewhere = f"`qhyer eval {run} --env {asked}` evaluates it elsewhere"
+            print(f"note: {run} stays a run of {kept}; {elsewhere}", file=sys.stderr)
         agent = runs.build_agent(agent_name, config, episodes.spec(), train_config.seed).to(device)
         parameters = sum(p.numel() for p in agent.parameters())
         threads = train_config.threads or (1 if parameters < SMALL else torch.get_num_threads())
@@ -249,7 +255,7 @@ def _train(
             "agent": agent_name,
             "preset": preset,
             "dataset": episodes.name,
-            "environment": environment,
+            "environment": place,
             "seed": train_config.seed,
             "config": to_dict(config),
             "train": to_dict(train_config),
@@ -267,12 +273,14 @@ def _train(
         }
         paths.append(run)
         if not _is_done(run, info, config, resume, quiet):
-            loops.append(_Loop(run, agent, episodes, train_config, torch.device(device), environment, on_step))
+            loops.append(_Loop(run, agent, episodes, train_config, torch.device(device), place, on_step))
             infos.append(info)
     if not distributed.alike(episodes.fingerprint):
         raise UserError(f"the processes have read different data as {episodes.name}: give all of them the same file")
     if not distributed.alike(str([checkpoint.steps(run / "checkpoints")[-1:] for run in paths])):  # none writes before
         raise UserError(f"the processes see different checkpoints in {paths[0]}: it must lie where all of them see it")
+    for run in paths:
+        _settle(run, environment)
     if loops:
         for loop, info in zip(loops, infos):
             if distributed.is_main() and not loop.has_begun():
@@ -292,7 +300,6 @@ def _is_done(run: Path, info: dict[str, Any], config: AgentConfig, resume: bool,
     if not (run / "run.json").is_file():
         raise UserError(f"{run} has checkpoints but no run.json, so nobody knows whose they are; remove the folder")
     _check_same_run(run, info)
-    _settle(run, info["environment"], quiet)
     if is_finished(run, config):
         if not quiet:
             print(f"{run} is finished ({kept[-1]} updates); nothing to do")
@@ -448,6 +455,8 @@ def _check_same_run(run: Path, info: dict[str, Any]) -> None:
     before = runs.read(run)
     kinds = [str(run_info["hardware"]).partition(" CPU")[1] for run_info in (before, info)]
     pairs: list[tuple[str, Any, Any]] = [(key, before.get(key), info[key]) for key in ("agent", "dataset", "seed")]
+    if before.get("dataset") == UNNAMED:  # as such data were called whatever they were trained under
+        pairs = [pair for pair in pairs if pair[0] != "dataset"]
     then = as_today(info["agent"], before["config"])
     pairs += [(f"config.{key}", then.get(key), value) for key, value in info["config"].items()]
     pairs += [
@@ -461,19 +470,13 @@ def _check_same_run(run: Path, info: dict[str, Any]) -> None:
         raise UserError(f"{run} is another run ({'; '.join(different)}); choose another --out, or ask for the same")
 
 
-def _settle(run: Path, environment: str | None, quiet: bool) -> None:
-    """A run without an environment gets the one that is named now; one that has another keeps it, and says so."""
-    before = runs.read(run)
-    if environment is None or environment == before.get("environment") or not distributed.is_main():
+def _settle(run: Path, environment: str | None) -> None:
+    """A run that began without an environment gets the one that is named now."""
+    if environment is None or not runs.is_run(run) or not distributed.is_main():
         return
+    before = runs.read(run)
     if before.get("environment") is None:
         write_json(run / "run.json", {**before, "environment": environment})
-    elif not quiet:
-        print(
-            f"note: {run} stays a run of {before['environment']}; `qhyer eval {run} --env {environment}` evaluates it "
-            "elsewhere",
-            file=sys.stderr,
-        )
 
 
 class _Loop:

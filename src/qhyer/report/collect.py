@@ -99,7 +99,8 @@ class Run:
     @property
     def elsewhere(self) -> str:
         """The environment of the last evaluation, where it is not the run's own."""
-        return self.last[0].environment if self.last else ""
+        there = self.last[0].environment if self.last else ""
+        return "" if there == self.info.get("environment") else there
 
     @property
     def variant(self) -> str:
@@ -350,7 +351,7 @@ def _without_copies(runs: Sequence[Run]) -> list[Run]:
     known: dict[tuple[Any, ...], set[tuple[Any, ...]]] = {}
     for run in runs:
         key = (run.name, run.agent, run.preset, run.dataset, run.seed)
-        rows = {(row.step, row.task, row.episode, row.success, row.length) for row in run.episodes}
+        rows = {(row.step, row.task, row.episode, row.env_seed, row.success, row.length) for row in run.episodes}
         if key in known and rows and rows <= known[key]:
             continue
         known.setdefault(key, set()).update(rows)

@@ -115,8 +115,7 @@ def _settings(run: Run) -> dict[str, Any]:
     data = run.info.get("data") or {}
     if isinstance(data, Mapping) and data.get("fingerprint"):
         settings["data"] = str(data["fingerprint"])[:8]
-    if run.elsewhere:
-        settings["environment"] = run.elsewhere
+    settings["environment"] = environment(run)
     settings.pop("seed", None)
     return settings
 
@@ -158,7 +157,7 @@ def groups(table: Table) -> list[Group]:
 
 def _variants(runs: Sequence[Run]) -> list[str]:
     """For each run, the settings in which these runs differ; empty when they agree."""
-    settings = [_settings(run) if run.info else None for run in runs]
+    settings = [_settings(run) if run.info or run.elsewhere else None for run in runs]
     known = [each for each in settings if each is not None]
     names = sorted({name for each in known for name in each})
     differing = [name for name in names if len({_text(each.get(name, MISSING)) for each in known}) > 1]
