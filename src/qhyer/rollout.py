@@ -70,6 +70,22 @@ class About:
         return f"{environment} takes actions from {low} to {high}; policies give, and data must have, -1 to 1"
 
 
+def describe(environment: str, env: Any) -> About:
+    """What there is to know of an environment; resets it. What it does wrong is the user's error."""
+    tasks = envs.num_tasks(env)
+    with _blamed(environment):
+        observation, goal = envs.seeded_reset(env, 0, 1)
+        space = env.action_space
+        shape = tuple(space.shape)
+        bounds = (np.asarray(space.low), np.asarray(space.high)) if hasattr(space, "low") else None
+    if observation.ndim != 1 or goal.shape != observation.shape:
+        raise UserError(
+            f"{environment}: observations must be vectors and goals whole observations, of the same size; it has "
+            f"observations of shape {observation.shape} and goals of shape {goal.shape} (docs/protocol.md)"
+        )
+    return About(tasks, len(observation), envs.maze_geometry(env), shape, bounds)
+
+
 class ShardRunner:
     """Steps episodes together. Environments are made once and used again for later shards."""
 
@@ -129,18 +145,7 @@ class Stepper:
     def __init__(self, environment: str) -> None:
         self.environment = environment
         self.template = envs.make(environment)
-        tasks = envs.num_tasks(self.template)
-        with _blamed(environment):
-            observation, goal = envs.seeded_reset(self.template, 0, 1)
-            space = self.template.action_space
-            shape = tuple(space.shape)
-            bounds = (np.asarray(space.low), np.asarray(space.high)) if hasattr(space, "low") else None
-        if observation.ndim != 1 or goal.shape != observation.shape:
-            raise UserError(
-                f"{environment}: observations must be vectors and goals whole observations, of the same size; it has "
-                f"observations of shape {observation.shape} and goals of shape {goal.shape} (docs/protocol.md)"
-            )
-        self.about = About(tasks, len(observation), envs.maze_geometry(self.template), shape, bounds)
+        self.about = describe(environment, self.template)
         self.runners: dict[int, ShardRunner] = {}
 
     def answer(self, request: Any) -> tuple[int, Any]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from qhyer import envs, views
 from qhyer.errors import UserError, require
-from qhyer.rollout import EpisodeSpec, ShardRunner
+from qhyer.rollout import EpisodeSpec, ShardRunner, describe
 from qhyer.storage import atomic_file
 
 if TYPE_CHECKING:
@@ -56,14 +56,11 @@ def play(agent: Agent, environment: str, task: int, episode: int = 0, seed: int 
 
     require(episode >= 0, "episodes are numbered from 0")
     runner = ShardRunner(environment)
+    about = describe(environment, runner.template)
+    about.require(environment, agent.spec.observation_dim, agent.spec.action_dim)
     config = EvalConfig(episodes=episode + 1, tasks=(task,), seed=seed, shard=1)
-    spec = plan(config, environment, envs.num_tasks(runner.template))[episode][0]
+    spec = plan(config, environment, about.tasks)[episode][0]
     observation, goal = runner.reset([spec])
-    if observation.shape[1] != agent.spec.observation_dim:
-        raise UserError(
-            f"{environment} has observations of {observation.shape[1]} numbers, this policy was trained on "
-            f"{agent.spec.observation_dim}; name the environment of its data with --env"
-        )
     env = runner.pool[0]
     fixed = views.geometry(env) if views.drawable(environment) else {}
     observations, actions, memory, ended, success = [observation[0]], [], None, False, False
