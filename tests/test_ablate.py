@@ -265,7 +265,7 @@ def test_own_data_and_environment(here, capsys, monkeypatch):
     file, small = "mine.npz", ["--preset", "demo", "--seeds", 0, "--steps", 5, "--tasks", 1, "--override", *SMALL]
     shutil.copy(registry.find(DATASET), file)
     ask = ["ablate", "tokenization", "--dataset", file, *small, "--episodes", 1, "--device", "cpu", "--only", "no_goal"]
-    assert call(*ask) == 2 and "mine.npz: name the environment to evaluate in with --env" in " ".join(
+    assert call(*ask) == 2 and "mine.npz in, or write eval = false (with `qhyer ablate`: --env)" in " ".join(
         capsys.readouterr().err.split()
     )
     seen = {}

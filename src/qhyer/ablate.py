@@ -153,14 +153,10 @@ def ablate(
     if name is None:
         print(overview())
         return 0
-    from qhyer.data import registry
     from qhyer.data.episodes import coordinate
     from qhyer.sweep import run_cells
 
     asked = get(name)
-    own = [given for given in dataset if given.endswith(".npz") and Path(given).stem not in registry.DATASETS]
-    if own and env is None:
-        raise UserError(f"{', '.join(own)}: name the environment to evaluate in with --env")
     changes: dict[str, Any] = {key: list(given) for key, given in (("datasets", dataset), ("seeds", seeds)) if given}
     changes |= {"out": str(out)} | ({"preset": preset} if preset else {}) | ({"environment": env} if env else {})
     changes |= {"goal": list(map(coordinate, goal))} if goal else {}

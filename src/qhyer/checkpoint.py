@@ -21,14 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qhyer.errors import CorruptFile, UserError
-from qhyer.storage import (
-    atomic_directory,
-    discard,
-    read_sealed_json,
-    sha256_file,
-    sweep_partial,
-    write_sealed_json,
-)
+from qhyer.storage import atomic_directory, discard, read_sealed_json, sha256_file, sweep_partial, write_sealed_json
 
 FORMAT = 2  # 2: the flow's blocks are stacked
 FILES = ("agent.safetensors", "training.safetensors", "state.json")

@@ -175,7 +175,10 @@ def _expand(grid: Mapping[str, Any], place: str, out: Path) -> Iterator[Cell]:
     evaluation, device = _eval_config(grid.get("eval", True), f"{place}: eval")
     for dataset in datasets:
         if evaluation is not None and environment is None and Path(dataset).stem not in registry.DATASETS:
-            raise UserError(f"{place}: environment: name the one to evaluate {dataset} in, or write eval = false")
+            raise UserError(
+                f"{place}: environment: name the one to evaluate {dataset} in, or write eval = false "
+                "(with `qhyer ablate`: --env)"
+            )
     override, variants = _table(grid, "override", place), _variants(grid, place)
     for agent in names:
         _near(preset, list(presets.table(agent)), f"{place}: preset", f"preset of {agent}")

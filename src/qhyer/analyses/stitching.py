@@ -165,7 +165,9 @@ def runs_of(given: Array) -> list[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True)
-class Policy:
+class Walker:
+    """A policy whose walks are looked at, and where it comes from."""
+
     name: str
     agent: Agent
     about: dict[str, Any]
@@ -173,16 +175,16 @@ class Policy:
     """which weights: a model's SHA-256, a run's step"""
 
 
-def load_policy(folder: Path, device: str) -> Policy:
+def load_policy(folder: Path, device: str) -> Walker:
     """A run's folder, or a model's."""
     folder = Path(folder)
     if runs.is_run(folder):
         agent, step = runs.load_agent(folder, device=device)
-        return Policy(folder.resolve().name, agent, runs.read(folder), f"step {step}")
+        return Walker(folder.resolve().name, agent, runs.read(folder), f"step {step}")
     if not (folder / models.ABOUT).is_file():
         raise UserError(f"{folder} is neither a run (`qhyer train` makes them) nor a model (`qhyer export`)")
     agent, about = models.load(folder, device)
-    return Policy(folder.resolve().name, agent, about, about["weights"]["sha256"])
+    return Walker(folder.resolve().name, agent, about, about["weights"]["sha256"])
 
 
 def own_models() -> tuple[Path, ...]:
@@ -251,7 +253,7 @@ def drawn(result: EpisodeResult, row: dict[str, Any], pieces: Pieces) -> dict[st
 
 
 def measure(
-    policies: Sequence[Policy], maze: Maze, pieces: Pieces, tasks: Sequence[int], episodes: int, quiet: bool
+    policies: Sequence[Walker], maze: Maze, pieces: Pieces, tasks: Sequence[int], episodes: int, quiet: bool
 ) -> dict[str, Any]:
     limits = pieces.limits()
     rows: list[dict[str, Any]] = []
