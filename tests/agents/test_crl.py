@@ -48,8 +48,12 @@ def test_contrastive_loss_by_hand(tiny_agent, shake, batch_of):
     assert float(metrics["critic/negative"]) == pytest.approx(float(mean[off].mean()), rel=1e-4)
 
 
-def test_ddpgbc_by_hand(tiny_agent, shake, batch_of):
-    agent = make(tiny_agent, shake, alpha=0.7)
+FLOORS = pytest.mark.parametrize("floor", [None, -3.0])
+
+
+@FLOORS
+def test_ddpgbc_by_hand(tiny_agent, shake, batch_of, floor):
+    agent = make(tiny_agent, shake, alpha=0.7, q_floor=floor)
     batch, q, log_p = batch_of(agent), [], []
     for i in range(12):
         s, g, a = (batch[k][i] for k in ("observations", "actor_goals", "actions"))
@@ -57,21 +61,28 @@ def test_ddpgbc_by_hand(tiny_agent, shake, batch_of):
             mean = agent.actor(torch.cat([s, g]))
         q.append(min(at(agent.critic, g, s, mean.clamp(-1, 1))))
         log_p.append(sum(-0.5 * float(x) ** 2 - 0.5 * math.log(2 * math.pi) for x in a - mean))
+    if floor is not None:
+        assert min(q) < floor < max(q)
+        q = [max(value, floor) for value in q]
     expected = -sum(q) / (sum(map(abs, q)) + 12e-6) - 0.7 * sum(log_p) / 12
     assert float(agent.actor_loss(batch)[0].detach()) == pytest.approx(expected, rel=1e-4)
 
 
-def test_awr_by_hand(tiny_agent, shake, batch_of):
+@FLOORS
+def test_awr_by_hand(tiny_agent, shake, batch_of, floor):
     """Its V is contrastive too, without the action, one member; all three losses are summed."""
-    agent = make(tiny_agent, shake, alpha=2.0, actor_loss="awr")
-    batch, total = batch_of(agent, 6), 0.0
+    agent = make(tiny_agent, shake, alpha=2.0, actor_loss="awr", q_floor=floor)
+    batch, total, below, low = batch_of(agent, 6), 0.0, 0, -math.inf if floor is None else floor
     for i in range(6):
         s, g, a = (batch[k][i] for k in ("observations", "actor_goals", "actions"))
         (v,) = at(agent.value, g, s)
         with torch.no_grad():
             mean = agent.actor(torch.cat([s, g]))
         log_p = sum(-0.5 * float(x) ** 2 - 0.5 * math.log(2 * math.pi) for x in a - mean)
-        total -= min(math.exp(2.0 * (min(at(agent.critic, g, s, a)) - v)), 100.0) * log_p / 6
+        q = min(at(agent.critic, g, s, a))
+        below += (q < low) + (v < low)
+        total -= min(math.exp(2.0 * (max(q, low) - max(v, low))), 100.0) * log_p / 6
+    assert (below > 0) == (floor is not None)
     assert float(agent.actor_loss(batch)[0].detach()) == pytest.approx(total, rel=1e-4)
     expected = total + cross_entropy(agent.critic, batch, True) + cross_entropy(agent.value, batch, False)
     assert float(agent.loss(batch)[0].detach()) == pytest.approx(expected, rel=1e-4)

@@ -4,7 +4,8 @@ Idea. Tell the goals that a state and action led to from those that others led t
 log p(g | s, a) / p(g) up to a constant, p the discounted future of the behaviour: a Q without any backup. The actor
 climbs it and stays near the data.
 Paper. Contrastive Learning as Goal-Conditioned Reinforcement Learning, NeurIPS 2022; protocol of OGBench, ICLR 2025.
-Code. seohongpark/ogbench, impls/agents/crl.py at 1d41409.
+Code. seohongpark/ogbench, impls/agents/crl.py at 1d41409. The published scores are older than its commit 15594e3,
+before which the actor climbed log max(exp f, 1e-6) instead of f: `q_floor`.
 Deviations. The final state of an episode may be a goal (OGBench's index arithmetic leaves it out). Where processes
 share a batch, the negatives of each are its own share's.
 """
@@ -44,6 +45,8 @@ class CRLConfig(AgentConfig):
     """weight of staying near the data (ddpgbc), or of the advantage (awr)"""
     actor_p_random: float = 0.0
     """chance that an actor's goal is any row of the dataset; otherwise it lies ahead in the episode"""
+    q_floor: float | None = None
+    """no Q or V of the actor's loss is below this; OGBench's published scores are of code with log 1e-6 = -13.8"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,6 +83,10 @@ class CRL(Agent):
         metrics = {"loss": loss.detach(), "accuracy": accuracy, "positive": positive, "negative": negative}
         return loss, {f"{name}/{metric}": value for metric, value in metrics.items()}
 
+    def floored(self, logit: Tensor) -> Tensor:
+        """Below the floor there is nothing to climb."""
+        return logit if self.config.q_floor is None else logit.clamp_min(self.config.q_floor)
+
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """At the actor's goals. ddpgbc: -E[Q(s, mu, g)] / E|Q| - alpha E[log pi(a | s, g)], Q = min_j f_j the logit, mu
         the mean cut to [-1, 1]. awr: -E[min(exp(alpha (Q(s, a, g) - V(s, g))), 100) log pi(a | s, g)]."""
@@ -88,12 +95,13 @@ class CRL(Agent):
         nll = gaussian_nll(mean, a)
         if self.value is None:
             with frozen(self.critic):
-                q = self.critic(g, s, mean.clamp(-1.0, 1.0)).amin(0)  # (B,)
+                q = self.floored(self.critic(g, s, mean.clamp(-1.0, 1.0)).amin(0))  # (B,)
             loss = ddpg_bc(q, nll, self.config.alpha)
             metrics = {"actor/q": q.mean()}
         else:
             with torch.no_grad():
-                advantage = self.critic(g, s, a).amin(0) - self.value(g, s).squeeze(0)  # (B,)
+                q, v = self.critic(g, s, a).amin(0), self.value(g, s).squeeze(0)  # (B,), (B,)
+                advantage = self.floored(q) - self.floored(v)
             weight = awr_weight(advantage, self.config.alpha)
             loss = (weight * nll).mean()
             metrics = {"actor/advantage": advantage.mean(), "actor/weight": weight.mean()}
