@@ -192,6 +192,30 @@ def baseline_scores() -> list[tuple[str, str, list[float]]]:
     return found
 
 
+def test_the_tasks_of_the_point_mazes_are_those_of_the_rows():
+    records = ROOT / "results" / "pointmaze"
+    page = (
+        (ROOT / "docs" / "pointmaze.md").read_text(encoding="utf-8").split("\nSuccess % by task")[1].split("\n## ")[0]
+    )
+    said = {cells[0]: cells[1:] for cells in map(cells_of, re.findall(r"^\|.*$", page, re.M)[2:])}
+    folders = sorted((records / "pointmaze-medium-navigate").iterdir())
+    assert set(said) == {PROPER.get(name, name.upper()) for name in (folder.name.split("-")[0] for folder in folders)}
+    for folder in folders:
+        cells = []
+        for maze in ("navigate", "stitch"):
+            runs = sorted((records / f"pointmaze-medium-{maze}" / folder.name).iterdir())
+            rows = [read_rows(run / "episodes.csv") for run in runs]
+            rates = [
+                [100 * mean(row.success for row in run if row.task == task) for task in range(1, 6)] for run in rows
+            ]
+            cells += [", ".join(f"{rate:.0f}" for rate in task) for task in zip(*rates)]
+        name = folder.name.split("-")[0]
+        assert said[PROPER.get(name, name.upper())] == cells
+
+
+PROPER = {"qhyer": "QHyer", "nf_gcbc": "NF-GCBC"}
+
+
 def test_what_was_tried_on_the_point_mazes_agrees_with_its_rows():
     folder = ROOT / "results" / "pointmaze" / "exploration"
     lines = [cells_of(line) for line in (folder / "README.md").read_text().splitlines() if line.startswith("| ")]

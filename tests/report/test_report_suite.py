@@ -200,23 +200,27 @@ def test_the_account_of_what_was_tried_agrees_with_its_rows():
         assert line.endswith(f" | {scores} |"), run.path
 
 
-def test_the_manifest_has_every_cell():
+@pytest.mark.parametrize(
+    "suite", [suite for suite in COMMITTED if suite in (OGBENCH, POINTMAZE)], ids=lambda suite: suite.name
+)
+def test_the_manifest_has_every_cell(suite):
     """Each committed run is a cell of the manifest, with the configuration that its preset has today."""
     from qhyer.config import to_dict
     from qhyer.manifest import read
 
-    cells = {
-        (cell.agent, cell.preset, cell.dataset, cell.seed): cell for cell in read(ROOT / "docs/examples/ogbench.toml")
-    }
+    found = read(ROOT / "docs" / "examples" / f"{suite.name}.toml")
+    cells = {(cell.agent, cell.preset, cell.dataset, cell.seed): cell for cell in found}
+    assert len(cells) == len(found)
     for agent in ("qhyer", "gcbc", "gcivl", "gciql", "qrl", "crl", "hiql", "nf_gcbc"):
-        assert {dataset for name, _, dataset, _ in cells if name == agent} == set(DATASETS), agent
-    with open(RECORDS / "summary.csv", newline="") as file:
+        assert {dataset for name, _, dataset, _ in cells if name == agent} == set(suite.datasets), agent
+    records = ROOT / "results" / suite.name
+    with open(records / "summary.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows
     for row in rows:
         cell = cells[row["agent"], row["preset"], row["dataset"], int(row["seed"])]
         name = f"{row['agent']}-{row['preset']}"
-        folder = RECORDS / row["dataset"].removesuffix("-v0") / name / f"s{row['seed']}"
+        folder = records / row["dataset"].removesuffix("-v0") / name / f"s{row['seed']}"
         info = json.loads((folder / "run.json").read_text())
         config = json.loads(json.dumps(to_dict(cell.config)))
         assert info["config"] == {key: config[key] for key in info["config"]}, folder
