@@ -21,7 +21,7 @@ from qhyer.errors import UserError
 
 def everything(
     *,
-    out: Path,
+    out: Path = Path("bench.json"),
     agent: str = "qhyer",
     dataset: str = "cube-single-play",
     preset: str = "paper",
