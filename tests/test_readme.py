@@ -216,6 +216,28 @@ def test_the_tasks_of_the_point_mazes_are_those_of_the_rows():
 PROPER = {"qhyer": "QHyer", "nf_gcbc": "NF-GCBC"}
 
 
+def test_how_much_evaluations_vary_is_what_the_rows_say():
+    root = ROOT / "results" / "protocol"
+    lines = [
+        cells_of(line) for line in (root / "README.md").read_text(encoding="utf-8").splitlines() if line[:2] == "| "
+    ]
+    rate = {path.parent: 100 * mean(row.success for row in read_rows(path)) for path in root.rglob("episodes.csv")}
+    rate |= {path.parent: 100 * mean(row.success for row in read_rows(path)) for path in OGBENCH.rglob("episodes.csv")}
+    said = 0
+    for dataset, agent, seed, *cells in (line if len(line) == 5 else ["cube-single-play", *line] for line in lines):
+        if not seed.isdigit():
+            continue
+        run = Path(dataset) / f"{agent}-paper" / f"s{seed}"
+        again = ["settling"] if len(cells) == 2 else ["eval-seed-1", "eval-seed-2", "eval-seed-3"]
+        numbers = [rate[OGBENCH / run], *(rate[root / name / run] for name in again)]
+        assert cells == [f"{number:.1f}" for number in (*numbers, *([mean(numbers)] if len(cells) == 5 else []))]
+        said += len(again)
+    assert said == len(list(root.rglob("episodes.csv")))
+
+
+OGBENCH = ROOT / "results" / "ogbench"
+
+
 def test_what_was_tried_on_the_point_mazes_agrees_with_its_rows():
     folder = ROOT / "results" / "pointmaze" / "exploration"
     lines = [cells_of(line) for line in (folder / "README.md").read_text().splitlines() if line.startswith("| ")]
