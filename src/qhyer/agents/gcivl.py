@@ -20,10 +20,10 @@ from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
 from qhyer.errors import require
-from qhyer.losses import awr_weight, expectile_by, gaussian_nll
+from qhyer.losses import awr_weight, gaussian_nll
 from qhyer.nn.mlp import MLP
 from qhyer.nn.streams import all_at_once
-from qhyer.nn.values import Value, follow, spread, target_of
+from qhyer.nn.values import Value, follow, implicit_value_loss, spread, target_of
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,18 @@ class GCIVL(Agent):
         follow(self.optimizer, self.target_value, self.value, config.target_rate)
 
     def value_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Sum over j of E[L_tau(A, r + gamma V'_j(s', g) - V_j(s, g))], V' the target values.
-
-        The weight's sign is read off the targets, min_j for s' and the mean for s; the error is each value's own.
-        """
-        s, next_s, g = batch["observations"], batch["next_observations"], batch["value_goals"]
-        with torch.no_grad():
-            next_target, target = self.target_value(torch.cat([next_s, s]), torch.cat([g, g])).chunk(2, dim=1)  # (2, B)
-            q = batch["rewards"] + self.config.discount * batch["masks"] * next_target  # (2, B)
-            advantage = q.amin(0) - target.mean(0)  # (B,); the least q is that of the least V'(s', g)
-        v = self.value(s, g)  # (2, B)
-        loss = expectile_by(advantage, q - v, self.config.expectile).sum(0).mean()
+        """Of V(s, g) on r + gamma V'(s', g), V' the target values (nn/values.py)."""
+        s, next_s, g, config = batch["observations"], batch["next_observations"], batch["value_goals"], self.config
+        loss, v = implicit_value_loss(
+            self.value,
+            self.target_value,
+            (s, g),
+            (next_s, g),
+            batch["rewards"],
+            batch["masks"],
+            discount=config.discount,
+            tau=config.expectile,
+        )
         return loss, {"value/loss": loss.detach(), **spread(v)}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:

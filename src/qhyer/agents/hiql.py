@@ -24,11 +24,11 @@ from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, HierarchicalSamplerConfig
 from qhyer.errors import require
-from qhyer.losses import awr_weight, expectile_by, gaussian_nll
+from qhyer.losses import awr_weight, gaussian_nll
 from qhyer.nn.mlp import MLP
 from qhyer.nn.representations import GoalRepresentation, to_sphere
 from qhyer.nn.streams import all_at_once
-from qhyer.nn.values import Value, follow, spread, target_of
+from qhyer.nn.values import Value, follow, implicit_value_loss, spread, target_of
 
 
 @dataclass(frozen=True)
@@ -124,20 +124,18 @@ class HIQL(Agent):
     # --------------------------------------------------------------------------------------------- the value
 
     def value_loss(self, batch: Batch, seen: Seen) -> tuple[Tensor, Metrics]:
-        """Expectile regression of V(s, g) on r + gamma V(s', g), the action being whatever the data did.
-
-        Its maximum over actions is one over outcomes, too: exact where the world is deterministic. Where an outcome
-        counts as good is decided by the targets, the lesser of the two at s'; each head then regresses on its own.
-        """
-        s, s_next, g = batch["observations"], batch["next_observations"], batch["value_goals"]
-        z = self.phi(s, g)  # (B, d_z)
-        with torch.no_grad():
-            pairs = torch.cat([s_next, s]), torch.cat([seen.z_next, z])
-            v_next, v_here = self.target_value(*pairs).chunk(2, dim=1)  # (2, B)
-            q = batch["rewards"] + self.config.discount * batch["masks"] * v_next  # (2, B)
-            advantage = q.amin(0) - v_here.mean(0)  # (B,); the least q is that of the lesser value
-        v = self.value(s, z)  # (2, B)
-        loss = expectile_by(advantage, q - v, self.config.expectile).sum(0).mean()
+        """Of V(s, phi([s; g])) on r + gamma V'(s', phi([s'; g])), V' the target value (nn/values.py)."""
+        s, s_next, g, config = batch["observations"], batch["next_observations"], batch["value_goals"], self.config
+        loss, v = implicit_value_loss(
+            self.value,
+            self.target_value,
+            (s, self.phi(s, g)),
+            (s_next, seen.z_next),
+            batch["rewards"],
+            batch["masks"],
+            discount=config.discount,
+            tau=config.expectile,
+        )
         return loss, {"value/loss": loss.detach(), **spread(v)}
 
     # -------------------------------------------------------------------------------------------- the actors

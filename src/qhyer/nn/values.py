@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qhyer.losses import gelu
+from qhyer.losses import expectile_by, gelu
 from qhyer.nn.mlp import norm_kernel
 
 M = TypeVar("M", bound=nn.Module)
@@ -69,6 +69,33 @@ class Value(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.net(*inputs).squeeze(-1)
+
+
+def implicit_value_loss(
+    value: nn.Module,
+    target: nn.Module,
+    here: tuple[Tensor, Tensor],
+    there: tuple[Tensor, Tensor],
+    rewards: Tensor,
+    masks: Tensor,
+    *,
+    discount: float,
+    tau: float,
+) -> tuple[Tensor, Tensor]:
+    """Sum over j of E[L_tau(A, r + gamma V'_j(s', g) - V_j(s, g))], V' the target -> (loss, V (2, B)).
+
+    An upper expectile of one-step backups, the action being whatever the data did: its maximum over actions is one
+    over outcomes, too, exact where the world is deterministic. The weight's sign is read off the targets, min_j for s'
+    and the mean for s; the error is each value's own. `here` is (s, g), `there` (s', g), the goals as they are or
+    represented.
+    """
+    with torch.no_grad():
+        pairs = (torch.cat(both) for both in zip(there, here))
+        v_next, v_here = target(*pairs).chunk(2, dim=1)  # (2, B)
+        q = rewards + discount * masks * v_next  # (2, B)
+        advantage = q.amin(0) - v_here.mean(0)  # (B,); the least q is that of the least V'(s', g)
+    v = value(*here)  # (2, B)
+    return expectile_by(advantage, q - v, tau).sum(0).mean(), v
 
 
 class Bilinear(nn.Module):
