@@ -62,7 +62,7 @@ def alone(name: str, config, seed: int, run: Path, **more) -> Path:
 
 
 def test_the_baselines_can_be_stacked():
-    assert STACKABLE == ["crl", "gcbc", "gciql", "gcivl", "hiql", "qrl"]
+    assert STACKABLE == ["crl", "gcbc", "gciql", "gcivl", "hiql", "ota", "qrl", "saw"]
 
 
 @pytest.mark.parametrize(("name", "changes"), OPTIONS)

@@ -71,6 +71,18 @@ def awr_weight(advantage: Tensor, temperature: float, cap: float = 100.0) -> Ten
     return (temperature * advantage.detach()).exp().clamp(max=cap)
 
 
+def awr(name: str, mean: Tensor, target: Tensor, advantage: Tensor, alpha: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """-E[min(exp(alpha A), 100) log N(target; mean, I)], and what is worth logging of it, under this name."""
+    weight = awr_weight(advantage, alpha)
+    loss = (weight * gaussian_nll(mean, target)).mean()
+    return loss, {
+        f"{name}/loss": loss.detach(),
+        f"{name}/mse": F.mse_loss(mean.detach(), target),
+        f"{name}/advantage": advantage.mean(),
+        f"{name}/weight": weight.mean(),
+    }
+
+
 def ddpg_bc(q: Tensor, nll: Tensor, alpha: float) -> Tensor:
     """-mean(q) / mean|q| + alpha mean(-log pi(a)): climb q, stay near the data.
 

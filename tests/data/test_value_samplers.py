@@ -165,3 +165,45 @@ def test_mixed_targets_have_the_law_of_both(episodes):
     law[[16, 17, 18]] = 0.5 / 19
     law[19] = 1 - 1.5 / 19
     assert_follows(batch["high_actor_target_rows"][batch["rows"] == 15], law)
+
+
+# ------------------------------------------------------------------------------------------------------- options
+
+OPTION = 3
+
+
+def test_an_option_ends_at_its_goal_or_in_time(episodes):
+    batch = hierarchical(episodes, 20_000, option_steps=OPTION)
+    gathered(episodes, batch, {"option_ends": "option_end_rows", "option_goals": "option_goal_rows"})
+    done = batch["option_end_rows"] == batch["option_goal_rows"]
+    assert torch.equal(batch["option_rewards"], done.float() - 1) and torch.equal(
+        batch["option_masks"], 1 - done.float()
+    )
+    latest = torch.minimum(batch["rows"] + OPTION, episodes.end_of[batch["rows"]])
+    assert (batch["option_end_rows"] > batch["rows"]).all() and (batch["option_end_rows"] <= latest).all()
+    early = batch["option_end_rows"] < latest  # then it met its goal
+    assert early.any() and done[early].all()
+
+
+def test_options_follow_their_law(episodes):
+    """Row 18, end 34: with 5/8 the goal is geometric and ends the option if it lies before 21, otherwise anywhere; with
+    1/5 the goal is then the end."""
+    batch = hierarchical(episodes, option_steps=OPTION)
+    mine = batch["rows"] == 18
+    ends, goal_rows = batch["option_end_rows"][mine], batch["option_goal_rows"][mine]
+    geometric = mixture_law(episodes, 18, GoalLaw(discount=DISCOUNT))
+    ahead = MIXED.p_trajectory / (1 - MIXED.p_current)
+    law = np.zeros(ROWS)
+    law[[19, 20]] = ahead * geometric[[19, 20]]
+    law[21] = 1 - law.sum()
+    assert_follows(ends, law)
+    goals_law = 0.8 * (ahead * geometric + (1 - ahead) / ROWS) + 0.2 * law
+    assert_follows(goal_rows, goals_law)
+
+
+def test_without_options_nothing_is_drawn_for_them(episodes):
+    plain, more = hierarchical(episodes, 100), hierarchical(episodes, 100, option_steps=OPTION)
+    assert set(more) - set(plain) == {
+        "option_ends", "option_goals", "option_end_rows", "option_goal_rows", "option_rewards", "option_masks"
+    }  # fmt: skip
+    assert all(torch.equal(plain[name], more[name]) for name in plain)

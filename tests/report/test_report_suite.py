@@ -61,7 +61,7 @@ def test_every_dataset_has_a_line_and_what_was_not_run_says_so(some):
 def test_baselines_stand_beside_their_published_numbers(some):
     table = agents_table(lines_of(some))
     header, body = table.header, table.body
-    assert header[2:] == ["QHyer", "GCBC", "GCIVL", "GCIQL", "QRL", "CRL", "HIQL", "NF-GCBC"]
+    assert header[2:] == ["QHyer", "GCBC", "GCIVL", "GCIQL", "QRL", "CRL", "HIQL", "SAW", "OTA", "Eik-HiQRL", "NF-GCBC"]
     at = {name: number for number, name in enumerate(header)}
     first, ours = body[0], body[1]
     assert first[:2] == ["cube-single-play", "published"] and ours[:2] == ["", "ours"]
@@ -211,7 +211,7 @@ def test_the_manifest_has_every_cell(suite):
     found = read(ROOT / "docs" / "examples" / f"{suite.name}.toml")
     cells = {(cell.agent, cell.preset, cell.dataset, cell.seed): cell for cell in found}
     assert len(cells) == len(found)
-    for agent in ("qhyer", "gcbc", "gcivl", "gciql", "qrl", "crl", "hiql", "nf_gcbc"):
+    for agent in ("qhyer", "gcbc", "gcivl", "gciql", "qrl", "crl", "hiql", "saw", "ota", "nf_gcbc"):
         assert {dataset for name, _, dataset, _ in cells if name == agent} == set(suite.datasets), agent
     records = ROOT / "results" / suite.name
     with open(records / "summary.csv", newline="") as file:

@@ -14,13 +14,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
 from qhyer.errors import require
-from qhyer.losses import awr_weight, gaussian_nll
+from qhyer.losses import awr
 from qhyer.nn.mlp import MLP
 from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Value, follow, implicit_value_loss, spread, target_of
@@ -94,17 +93,8 @@ class GCIVL(Agent):
         s, next_s, g = batch["observations"], batch["next_observations"], batch["actor_goals"]
         with torch.no_grad():
             v, next_v = self.value(torch.cat([s, next_s]), torch.cat([g, g])).mean(0).chunk(2)  # (B,)
-            advantage = next_v - v
-        weight = awr_weight(advantage, self.config.alpha)
         mean = self.actor(torch.cat([s, g], dim=-1))
-        loss = (weight * gaussian_nll(mean, batch["actions"])).mean()
-        metrics = {
-            "actor/loss": loss.detach(),
-            "actor/mse": F.mse_loss(mean.detach(), batch["actions"]),
-            "actor/advantage": advantage.mean(),
-            "actor/weight": weight.mean(),
-        }
-        return loss, metrics
+        return awr("actor", mean, batch["actions"], next_v - v, self.config.alpha)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Both at once; no gradient passes between them."""

@@ -18,13 +18,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, HierarchicalSamplerConfig
 from qhyer.errors import require
-from qhyer.losses import awr_weight, gaussian_nll
+from qhyer.losses import awr
 from qhyer.nn.mlp import MLP
 from qhyer.nn.representations import GoalRepresentation, to_sphere
 from qhyer.nn.streams import all_at_once
@@ -145,26 +144,12 @@ class HIQL(Agent):
         s, w, a = batch["observations"], batch["low_actor_goals"], batch["actions"]
         z = self.phi(s, w) if self.config.low_actor_rep_grad else seen.z_low  # (B, d_z)
         mean = self.low_actor(torch.cat([s, z], dim=-1))
-        weight = awr_weight(seen.low_advantage, self.config.alpha_low)
-        loss = (weight * gaussian_nll(mean, a)).mean()
-        return loss, {
-            "low_actor/loss": loss.detach(),
-            "low_actor/mse": F.mse_loss(mean.detach(), a),
-            "low_actor/advantage": seen.low_advantage.mean(),
-            "low_actor/weight": weight.mean(),
-        }
+        return awr("low_actor", mean, a, seen.low_advantage, self.config.alpha_low)
 
     def high_actor_loss(self, batch: Batch, seen: Seen) -> tuple[Tensor, Metrics]:
         """-E[exp(alpha A) log pi_h(phi([s; w]) | s, g)], A = V(w, g) - V(s, g), w k steps ahead or g if nearer."""
         mean = self.high_actor(torch.cat([batch["observations"], batch["high_actor_goals"]], dim=-1))
-        weight = awr_weight(seen.high_advantage, self.config.alpha_high)
-        loss = (weight * gaussian_nll(mean, seen.z_high)).mean()
-        return loss, {
-            "high_actor/loss": loss.detach(),
-            "high_actor/mse": F.mse_loss(mean.detach(), seen.z_high),
-            "high_actor/advantage": seen.high_advantage.mean(),
-            "high_actor/weight": weight.mean(),
-        }
+        return awr("high_actor", mean, seen.z_high, seen.high_advantage, self.config.alpha_high)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """All three at once, on the same transitions; each has its own parameters."""

@@ -132,7 +132,7 @@ class ValueActorSampler:
 @dataclass(frozen=True)
 class HierarchicalSamplerConfig:
     """As ValueActorSampler's transitions, with the goals of two actors: one aims at the state `subgoal_steps` ahead,
-    one at that state on the way to a far goal."""
+    one at that state on the way to a far goal. With `option_steps`, also with what a value of options needs."""
 
     value: GoalLaw
     subgoal_steps: int
@@ -142,6 +142,8 @@ class HierarchicalSamplerConfig:
     """geometric future goals for the high actor; uniform ones when None"""
     negative: bool = True
     """rewards -1 until the value's goal is reached and 0 there; otherwise 0 and 1"""
+    option_steps: int | None = None
+    """n: an option goes on for this many steps, or until its goal or the episode's end"""
 
     def build(self, episodes: Episodes, generator: goals.Source) -> HierarchicalSampler:
         return HierarchicalSampler(self, episodes, generator)
@@ -164,9 +166,11 @@ class HierarchicalSampler:
             swap = goals.uniform(generator, shape) < config.p_random
             high_rows = torch.where(swap, goals.random_rows(generator, data, shape), high_rows)
             target_rows = torch.where(swap, low_rows, target_rows)
+        option = self.options(rows) if config.option_steps is not None else {}
         return {
             "rows": rows,
             "value_goal_rows": value_rows,
+            **{f"{name[:-1]}_rows": found for name, found in option.items()},
             "low_actor_goal_rows": low_rows,
             "high_actor_goal_rows": high_rows,
             "high_actor_target_rows": target_rows,
@@ -179,9 +183,35 @@ class HierarchicalSampler:
                 low_actor_goals=low_rows,
                 high_actor_goals=high_rows,
                 high_actor_targets=target_rows,
+                **option,
             ),
             **_reward(rows, value_rows, config.negative),  # (B,), (B,)
+            **self.option_rewards(**option),
         }
+
+    def options(self, rows: Tensor) -> dict[str, Tensor]:
+        """Where an option ends, and its goal: from the value's mixture, whose current state is here the end itself, as
+        if one had been asked to go there."""
+        data, law, generator = self.episodes, self.config.value, self.generator
+        assert self.config.option_steps is not None
+        future = GoalLaw(discount=law.discount).draw(generator, data, rows)
+        u = goals.uniform(generator, tuple(rows.shape))
+        anywhere = goals.random_rows(generator, data, tuple(rows.shape))
+        ends = torch.minimum(rows + self.config.option_steps, data.end_of[rows])
+        # Two coins: is the goal ahead or anywhere, which decides where the option stops; is it the end instead.
+        ahead = goals.uniform(generator, tuple(rows.shape)) < law.p_trajectory / (1.0 - law.p_current)
+        ends = torch.where(ahead, torch.minimum(ends, future), ends)
+        goal_rows = torch.where(u < law.p_current, ends, torch.where(ahead, future, anywhere))
+        return {"option_ends": ends, "option_goals": goal_rows}
+
+    def option_rewards(
+        self, option_ends: Tensor | None = None, option_goals: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """An option is done where its end is its goal."""
+        if option_ends is None or option_goals is None:
+            return {}
+        found = _reward(option_ends, option_goals, self.config.negative)
+        return {f"option_{name}": value for name, value in found.items()}  # (B,), (B,)
 
 
 @dataclass(frozen=True)

@@ -119,10 +119,10 @@ class Bilinear(nn.Module):
             return self.phi(*inputs) * self.factor @ self.psi(goals).mT
 
 
-def spread(v: Tensor) -> dict[str, Tensor]:
+def spread(v: Tensor, name: str = "value") -> dict[str, Tensor]:
     """Metrics of a value, of all members and samples: where it lies."""
     low, high = v.detach().aminmax()
-    return {"value/mean": v.detach().mean(), "value/min": low, "value/max": high}
+    return {f"{name}/mean": v.detach().mean(), f"{name}/min": low, f"{name}/max": high}
 
 
 # ------------------------------------------------------------------------------------------------ target networks

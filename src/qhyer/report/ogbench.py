@@ -24,7 +24,7 @@ DATASETS = tuple(
     for scene in ("cube-single", "cube-double", "scene", "puzzle-3x3", "puzzle-4x4")
     for kind in ("play", "noisy")
 )
-AGENTS = ("QHyer", "GCBC", "GCIVL", "GCIQL", "QRL", "CRL", "HIQL", "NF-GCBC")
+AGENTS = ("QHyer", "GCBC", "GCIVL", "GCIQL", "QRL", "CRL", "HIQL", "SAW", "OTA", "Eik-HiQRL", "NF-GCBC")
 SOURCES = (QHYER, NF, "")  # one number for an agent and a dataset; the report's own sections have the others too
 
 NOTE = (
