@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qhyer.nn.scan import selective_scan, selective_scan_ref, selective_scan_step
+from qhyer.nn.mlp import MLP
+from qhyer.nn.quasimetric import IQE
+from qhyer.nn.scan import kernels, selective_scan, selective_scan_ref, selective_scan_step, without_kernels
+from qhyer.nn.values import Value
 
 NAMES = ("u", "delta", "A", "B", "C", "D", "state")
 
@@ -152,3 +157,40 @@ def test_backward_is_linear_in_the_length():
     ratio = backward_work(selective_scan, 256) / backward_work(selective_scan, 64)
     assert 3.5 < ratio < 4.5
     assert backward_work(indexing_scan, 256) / backward_work(indexing_scan, 64) > 8  # the measure sees a square
+
+
+def test_without_kernels(monkeypatch):
+    """None inside, in this thread, whatever ends it; and gradients of gradients are those without any."""
+    pytest.importorskip("triton")
+    x = torch.zeros(2, 8, device="cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setenv("QHYER_TRITON", "1" if x.is_cuda else "interpret")
+    assert kernels(x) is not None
+    with without_kernels():
+        with without_kernels():
+            assert kernels(x) is None
+        assert kernels(x) is None
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(kernels, x).result() is not None
+    with pytest.raises(ValueError), without_kernels():
+        raise ValueError
+    assert kernels(x) is not None
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: MLP(8, (16,), 4, True), lambda: Value(2, 8, (16,)), lambda: IQE(4, (16,), 16)]
+)
+def test_plain_networks_can_be_differentiated_twice(make, monkeypatch):
+    """With kernels at hand, inside `without_kernels`: to the bit what there is without any."""
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    network, device = make(), "cuda" if torch.cuda.is_available() else "cpu"
+    network, x = network.to(device), torch.randn(5, 8, device=device).requires_grad_()
+    found = []
+    for use in ("0", "1" if device == "cuda" else "interpret"):
+        monkeypatch.setenv("QHYER_TRITON", use)
+        with without_kernels():
+            output = network(*x.split(4, dim=-1)) if isinstance(network, IQE) else network(x)
+            (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(slope.square().sum(), list(network.parameters()), allow_unused=True))
+    assert any(g is not None and g.any() for g in found[0])
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(*found))

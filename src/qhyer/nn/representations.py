@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from qhyer.nn.mlp import MLP
 
-FLOOR = 1e-6
+FLOOR, NUDGE = 1e-6, 1e-15
 
 
 def to_sphere(x: Tensor) -> Tensor:
@@ -20,7 +20,8 @@ def to_sphere(x: Tensor) -> Tensor:
     Nothing has no direction: zero stays zero and passes no gradient, as if it were infinitely long. It does occur,
     where a state of zeros is its own goal and no bias has moved yet, and 0 / 0 would spoil every weight.
     """
-    length = F.threshold(torch.linalg.vector_norm(x, dim=-1, keepdim=True), FLOOR, torch.inf)
+    # A nudge that changes no number of any size: at zero, a norm's gradient cannot be differentiated.
+    length = F.threshold(torch.linalg.vector_norm(x + NUDGE, dim=-1, keepdim=True), FLOOR, torch.inf)
     return x / length * math.sqrt(x.shape[-1])
 
 

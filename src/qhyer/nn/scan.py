@@ -13,10 +13,13 @@ Half-precision inputs are computed in float32; float64 stays float64. On CUDA th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
 import os
+import threading
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +51,21 @@ def _known_kernels(device: torch.device, current: bool) -> ModuleType | None:
 _known_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Inside, and in this thread, plain PyTorch alone: for gradients that are differentiated in turn, since the
+    kernels' own gradients cannot be. A plain flag, so that torch.compile can follow it."""
+    before = getattr(_here, "plain", False)
+    _here.plain = True
+    try:
+        yield
+    finally:
+        _here.plain = before
+
+
 def kernels(x: Tensor) -> ModuleType | None:
     """The Triton kernels where they can serve this tensor, else None.
 
@@ -55,6 +73,8 @@ def kernels(x: Tensor) -> ModuleType | None:
     """
     use = os.environ.get("QHYER_TRITON", "1")
     if x.dtype == torch.float64 or use == "0" or not (x.is_cuda or use == "interpret"):
+        return None
+    if getattr(_here, "plain", False):
         return None
     return _known_kernels(x.device, not x.is_cuda or x.device.index == torch.cuda.current_device())
 
