@@ -30,6 +30,7 @@ OPTIONS = [(name, {}) for name in STACKABLE] + [
     ("qrl", {"actor_loss": "awr"}),
     ("qrl", {"quasimetric": "mrn"}),
     ("hiql", {"low_actor_rep_grad": True, "actor_p_random": 0.3}),
+    ("eik_hiqrl", {"coordinates": 2, "encoding": 3}),
 ]
 
 
@@ -62,7 +63,7 @@ def alone(name: str, config, seed: int, run: Path, **more) -> Path:
 
 
 def test_the_baselines_can_be_stacked():
-    assert STACKABLE == ["crl", "gcbc", "gciql", "gcivl", "hiql", "ota", "qrl", "saw"]
+    assert STACKABLE == ["crl", "eik_hiqrl", "gcbc", "gciql", "gcivl", "hiql", "ota", "qrl", "saw"]
 
 
 @pytest.mark.parametrize(("name", "changes"), OPTIONS)
@@ -81,7 +82,7 @@ def test_the_same_runs_as_alone(name, changes, tiny_config, point_world, tmp_pat
         assert_close(made[0], made[1])
 
 
-@pytest.mark.parametrize("name", ["crl", "gcivl", "gciql", "hiql", "qrl"])
+@pytest.mark.parametrize("name", ["crl", "eik_hiqrl", "gcivl", "gciql", "hiql", "qrl"])
 def test_with_kernels(name, tiny_config, point_world, tmp_path, monkeypatch):
     """Triton's, in its interpreter: a seed is a member more."""
     config = tiny_config(name, steps=3)
@@ -173,7 +174,7 @@ def test_one_seed_that_diverges_leaves_the_others(tiny_config, point_world, tmp_
 
 
 def test_what_cannot_be_stacked_says_so(tiny_config, point_world, tmp_path):
-    with pytest.raises(UserError, match="seeds of nf_gcbc cannot be stacked; those of crl, gcbc"):
+    with pytest.raises(UserError, match="seeds of nf_gcbc cannot be stacked; those of crl, eik_hiqrl, gcbc"):
         together("nf_gcbc", tiny_config("nf_gcbc"), tmp_path, episodes=point_world)
     assert not list(tmp_path.iterdir())
 

@@ -123,7 +123,7 @@ def test_no_graph_is_tried_where_none_is_asked_for(tiny_config, point_world, tmp
 
 # ------------------------------------------------------------------------------------------------------- compiling
 
-SMALL = ("gcbc", "gcivl", "gciql", "qrl", "crl", "hiql", "saw", "ota", "nf_gcbc")
+SMALL = ("gcbc", "gcivl", "gciql", "qrl", "crl", "hiql", "saw", "ota", "eik_hiqrl", "nf_gcbc")
 
 
 def numbers(run):
@@ -162,7 +162,8 @@ def test_a_compiled_update_is_the_eager_one(name, tiny_config, point_world, tmp_
     run = train(name, "x", tiny_config(name), options, run=tmp_path / "run", quiet=True, episodes=point_world)
     assert len(numbers(plain)) >= 10
     for line, compiled in zip(numbers(plain), numbers(run), strict=True):
-        assert compiled == pytest.approx(line, rel=1e-5, abs=1e-6)
+        rel = 1e-4 if name == "eik_hiqrl" else 1e-5  # gradients of gradients round more
+        assert compiled == pytest.approx(line, rel=rel, abs=1e-6)
     expected = [*["eager, compiled"] * 3, *["captured, compiled"] * (len(timings(run)) - 3)]
     assert [line["update"] for line in timings(run)] == expected
 
