@@ -92,6 +92,12 @@ def ddpg_bc(q: Tensor, nll: Tensor, alpha: float) -> Tensor:
     return -q.mean() / scale + alpha * nll.mean()
 
 
+def push_apart(distance: Tensor, reach: float = 500.0, softness: float = 100.0) -> Tensor:
+    """E[100 softplus(5 - d / 100)]: pairs are pushed apart until they are about `reach` steps apart, and less and less
+    from `softness` before it on."""
+    return (softness * F.softplus((reach - distance) / softness)).mean()
+
+
 def binary_nce(logits: Tensor) -> Tensor:
     """Mean binary cross-entropy of a table (..., B, B) whose diagonal is positive and the rest negative.
 

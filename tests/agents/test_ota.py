@@ -129,7 +129,8 @@ def test_options_reach_the_sampler(tiny_agent, point_world):
 def test_presets():
     fields = ("subgoal_steps", "option_steps", "discount", "actor_p_random")
     expected = {
-        "cube-quadruple-noisy-v0": (10, 1, 0.99, 0.0),
+        "cube-quadruple-noisy-v0": (10, 5, 0.99, 0.0),
+        "puzzle-4x4-play-v0": (10, 1, 0.99, 0.0),
         "scene-play-v0": (10, 1, 0.99, 0.0),
         "pointmaze-large-navigate-v0": (25, 5, 0.99, 0.0),
         "pointmaze-giant-stitch-v0": (25, 5, 0.995, 0.5),

@@ -26,7 +26,7 @@ from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, HierarchicalSamplerConfig
 from qhyer.errors import require
-from qhyer.losses import awr_weight, gaussian_nll
+from qhyer.losses import awr, awr_weight, gaussian_nll, push_apart
 from qhyer.nn.mlp import MLP
 from qhyer.nn.quasimetric import IQE
 from qhyer.nn.representations import GoalRepresentation, to_sphere
@@ -36,8 +36,6 @@ from qhyer.nn.values import Value, follow, implicit_value_loss, spread, target_o
 
 INTERVALS = 8
 """coordinates per group of IQE"""
-REACH, SOFTNESS = 500.0, 100.0
-"""pairs are pushed apart until they are about REACH steps apart, and less and less from SOFTNESS before it on"""
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,7 @@ class EikHiQRL(Agent):
         found = slopes(lambda x: self.metric.distance(self.encode(x), goal)[None], s)
         # Where g is s, d has an edge, and which side of it counts would be for rounding to say: neither does.
         apart, slope = (x * (s != g).any(-1) for x in found)  # (1, B)
-        push = (SOFTNESS * F.softplus((REACH - apart) / SOFTNESS)).mean()
+        push = push_apart(apart)
         excess = F.relu(slope - 1.0).square().mean()
         loss = push + excess
         metrics = {
@@ -233,14 +231,7 @@ class EikHiQRL(Agent):
         mean = self.high_actor(
             torch.cat([self.high(batch["observations"]), self.high(batch["high_actor_goals"])], dim=-1)
         )
-        weight = awr_weight(seen.high_advantage, self.config.alpha_high)
-        loss = (weight * gaussian_nll(mean, seen.z_high)).mean()
-        return loss, {
-            "high_actor/loss": loss.detach(),
-            "high_actor/mse": F.mse_loss(mean.detach(), seen.z_high),
-            "high_actor/advantage": seen.high_advantage.mean(),
-            "high_actor/weight": weight.mean(),
-        }
+        return awr("high_actor", mean, seen.z_high, seen.high_advantage, self.config.alpha_high)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """All four at once, on the same transitions; each has its own parameters."""

@@ -22,7 +22,7 @@ from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
 from qhyer.errors import require
-from qhyer.losses import awr_weight, ddpg_bc, gaussian_nll
+from qhyer.losses import awr_weight, ddpg_bc, gaussian_nll, push_apart
 from qhyer.nn.mlp import MLP
 from qhyer.nn.quasimetric import IQE, MRN, Quasimetric
 from qhyer.nn.streams import all_at_once
@@ -30,8 +30,6 @@ from qhyer.nn.values import frozen
 
 INTERVALS = 8
 """coordinates per group of IQE"""
-REACH, SOFTNESS = 500.0, 100.0
-"""pairs are pushed apart until they are about REACH steps apart, and less and less from SOFTNESS before it on"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class QRL(Agent):
         """
         there = torch.stack([goal_z, next_z])
         apart, step = self.metric.distance(z.expand_as(there), there)  # (B,)
-        push = (SOFTNESS * F.softplus((REACH - apart) / SOFTNESS)).mean()
+        push = push_apart(apart)
         excess = F.relu(step - 1.0).square().mean()
         dual = self.log_dual.exp()
         loss = push + dual.detach() * excess + dual * (self.config.margin - excess.detach())

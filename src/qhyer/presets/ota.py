@@ -17,6 +17,7 @@ PRESETS = {
             )
             for pattern in ("cube-*", "scene-*", "puzzle-*")
         ],
+        Rule("cube-quadruple-*", "option_steps: the same group's later code", dict(option_steps=5)),
         Rule("*-stitch-*", f"{ADVICE}: actor_p_randomgoal 0.5", dict(actor_p_random=0.5)),
         Rule("pointmaze-giant-*", f"{ADVICE}: discount", dict(discount=0.995)),
         Rule("antmaze-giant-*", f"{ADVICE}: discount", dict(discount=0.995)),
