@@ -444,7 +444,7 @@ def test_stacked_seeds_are_measured(tmp_path: Path, capsys: pytest.CaptureFixtur
     one, two = rows["gcbc"], rows["gcbc, 2 seeds"]
     assert two["extra"]["flops"] == 2 * one["extra"]["flops"]
     assert two["extra"]["seed_ms"] == pytest.approx(two["ms"] / 2)
-    with pytest.raises(UserError, match="can be stacked of crl, gcbc"):
+    with pytest.raises(UserError, match="can be stacked of crl, eik_hiqrl, gcbc"):
         every_agent(**{**same, "names": ("iql",)}, stack=(2,))
     with pytest.raises(UserError, match="--stack"):
         every_agent(**same, stack=(0,))

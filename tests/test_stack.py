@@ -82,7 +82,7 @@ def test_the_same_runs_as_alone(name, changes, tiny_config, point_world, tmp_pat
         assert_close(made[0], made[1])
 
 
-@pytest.mark.parametrize("name", ["crl", "eik_hiqrl", "gcivl", "gciql", "hiql", "qrl"])
+@pytest.mark.parametrize("name", ["crl", "eik_hiqrl", "gcivl", "gciql", "hiql", "ota", "qrl", "saw"])
 def test_with_kernels(name, tiny_config, point_world, tmp_path, monkeypatch):
     """Triton's, in its interpreter: a seed is a member more."""
     config = tiny_config(name, steps=3)

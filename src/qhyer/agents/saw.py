@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
@@ -147,7 +148,7 @@ class SAW(Agent):
         with torch.no_grad():
             taught = self.sub_actor(torch.cat([s, w], dim=-1))  # (B, d_a)
             weight = awr_weight(seen.subgoal, self.config.beta)  # (B,)
-        distance = (mean - taught).square().sum(-1)  # (B,)
+        distance = F.mse_loss(mean, taught, reduction="none").sum(-1)  # (B,); in full precision, as log pi is
         bootstrap = (weight * distance).mean()
         metrics |= {
             "bootstrap/loss": bootstrap.detach(),

@@ -11,8 +11,8 @@ PRESETS = {
         *[
             Rule(
                 pattern,
-                f"{ADVICE}: subgoal_steps; option_steps: 1 in the same group's later code for cube-double and scene, "
-                "inferred for the others",
+                f"{ADVICE}: subgoal_steps; option_steps: 1 in the same group's later code for cube-double, "
+                "cube-triple and scene, inferred for the others",
                 dict(subgoal_steps=10, option_steps=1),
             )
             for pattern in ("cube-*", "scene-*", "puzzle-*")
