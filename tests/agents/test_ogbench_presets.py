@@ -34,3 +34,41 @@ def test_settings(agent, dataset):
     for field, value in common.items():
         assert getattr(config, field, value) == value, field
     assert all("1d41409" in rule.source for rule in rules)
+
+
+# What is not registered here has its settings all the same, for files of one's own that carry OGBench's names.
+ELSEWHERE = {
+    "humanoidmaze-large-stitch-v0": {
+        "gcivl": dict(alpha=10.0, discount=0.995, actor_p_random=0.5),
+        "gciql": dict(alpha=0.1, discount=0.995, actor_p_random=0.5),
+        "qrl": dict(alpha=0.001, actor_p_random=0.5),
+        "crl": dict(alpha=0.1, discount=0.995, actor_p_random=0.5),
+        "hiql": dict(alpha_low=3.0, alpha_high=3.0, subgoal_steps=100, discount=0.995, actor_p_random=0.5),
+        "ota": dict(alpha_low=3.0, alpha_high=3.0, subgoal_steps=100, discount=0.995, actor_p_random=0.5),
+        "saw": dict(subgoal_steps=100, discount=0.995),
+        "eik_hiqrl": dict(coordinates=2, subgoal_steps=100, discount=0.995, actor_p_random=0.5),
+    },
+    "antmaze-teleport-explore-v0": {
+        "gcivl": dict(alpha=10.0, discount=0.99, actor_p_random=1.0),
+        "gciql": dict(alpha=0.01, discount=0.99, actor_p_random=1.0),
+        "qrl": dict(alpha=0.001, actor_p_random=1.0),
+        "crl": dict(alpha=0.003, discount=0.99, actor_p_random=1.0),
+        "hiql": dict(alpha_low=10.0, alpha_high=10.0, subgoal_steps=25, actor_p_random=1.0),
+        "ota": dict(alpha_low=10.0, alpha_high=10.0, subgoal_steps=25, actor_p_random=1.0),
+        "eik_hiqrl": dict(alpha_low=10.0, alpha_high=10.0, coordinates=2, actor_p_random=1.0),
+    },
+    "antsoccer-medium-navigate-v0": {
+        "gcivl": dict(alpha=10.0, discount=0.99, actor_p_random=0.0),
+        "gciql": dict(alpha=0.1, discount=0.99, actor_p_random=0.0),
+        "qrl": dict(alpha=0.003, actor_p_random=0.0),
+        "crl": dict(alpha=0.3, discount=0.99, actor_p_random=0.0),
+        "hiql": dict(alpha_low=3.0, alpha_high=3.0, subgoal_steps=25, discount=0.99),
+    },
+}
+
+
+@pytest.mark.parametrize("dataset", ELSEWHERE)
+def test_settings_of_other_data(dataset):
+    for agent, expected in ELSEWHERE[dataset].items():
+        config = presets.resolve(agent, "paper", dataset)[0]
+        assert {field: getattr(config, field) for field in expected} == expected, agent

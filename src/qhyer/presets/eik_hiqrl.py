@@ -28,5 +28,15 @@ PRESETS = {
         Rule("*-stitch-*", f"{TABLE}: actor_p_randomgoal 0.5", dict(actor_p_random=0.5)),
         Rule("pointmaze-giant-*", f"{TABLE}: discount", dict(discount=0.995)),
         Rule("antmaze-giant-*", f"{TABLE}: discount", dict(discount=0.995)),
+        Rule(
+            "humanoidmaze-*",
+            f"{TABLE}: high_level_coordinates_only, subgoal_steps and discount",
+            dict(coordinates=2, subgoal_steps=100, discount=0.995),
+        ),
+        Rule(
+            "antmaze-*-explore-*",
+            f"{TABLE}: both alphas, actor_p_randomgoal 1",
+            dict(alpha_low=10.0, alpha_high=10.0, actor_p_random=1.0),
+        ),
     ],
 }

@@ -15,5 +15,8 @@ PRESETS = {
         Rule("*-stitch-*", f"{TABLE}: actor_p_randomgoal 0.5", dict(actor_p_random=0.5)),
         Rule("pointmaze-giant-*", f"{TABLE}: discount", dict(discount=0.995)),
         Rule("antmaze-giant-*", f"{TABLE}: discount", dict(discount=0.995)),
+        Rule("humanoidmaze-*", f"{TABLE}: alpha and discount", dict(alpha=0.1, discount=0.995)),
+        Rule("antsoccer-*", f"{TABLE}: alpha", dict(alpha=0.1)),
+        Rule("antmaze-*-explore-*", f"{TABLE}: alpha, actor_p_randomgoal 1", dict(alpha=0.01, actor_p_random=1.0)),
     ],
 }

@@ -11,5 +11,7 @@ PRESETS = {
         Rule("*-stitch-*", f"{TABLE}: actor_p_randomgoal 0.5", dict(actor_p_random=0.5)),
         Rule("pointmaze-giant-*", f"{TABLE}: discount", dict(discount=0.995)),
         Rule("antmaze-giant-*", f"{TABLE}: discount", dict(discount=0.995)),
+        Rule("humanoidmaze-*", f"{TABLE}: discount", dict(discount=0.995)),
+        Rule("antmaze-*-explore-*", f"{TABLE}: actor_p_randomgoal 1", dict(actor_p_random=1.0)),
     ],
 }

@@ -21,5 +21,11 @@ PRESETS = {
         Rule("*-stitch-*", f"{ADVICE}: actor_p_randomgoal 0.5", dict(actor_p_random=0.5)),
         Rule("pointmaze-giant-*", f"{ADVICE}: discount", dict(discount=0.995)),
         Rule("antmaze-giant-*", f"{ADVICE}: discount", dict(discount=0.995)),
+        Rule("humanoidmaze-*", f"{ADVICE}: subgoal_steps and discount", dict(subgoal_steps=100, discount=0.995)),
+        Rule(
+            "antmaze-*-explore-*",
+            f"{ADVICE}: both alphas, actor_p_randomgoal 1",
+            dict(alpha_low=10.0, alpha_high=10.0, actor_p_random=1.0),
+        ),
     ],
 }

@@ -16,5 +16,7 @@ PRESETS = {
         Rule("pointmaze-*", f"{TABLE}: alpha of pointmaze", dict(alpha=0.0003)),
         Rule("antmaze-*-v0", f"{TABLE}: alpha of antmaze, navigate and stitch", dict(alpha=0.003)),
         Rule("*-stitch-*", f"{TABLE}: actor_p_randomgoal 0.5", dict(actor_p_random=0.5)),
+        Rule("humanoidmaze-*", f"{TABLE}: alpha", dict(alpha=0.001)),
+        Rule("antmaze-*-explore-*", f"{TABLE}: alpha, actor_p_randomgoal 1", dict(alpha=0.001, actor_p_random=1.0)),
     ],
 }

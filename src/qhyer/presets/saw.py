@@ -26,5 +26,10 @@ PRESETS = {
         Rule("*-stitch-*", "not published for these data: OGBench's actor_p_randomgoal", dict(actor_p_random=0.5)),
         Rule("pointmaze-giant-*", f"{TABLE}: discount", dict(discount=0.995)),
         Rule("antmaze-giant-*", f"{TABLE}: discount", dict(discount=0.995)),
+        Rule(
+            "humanoidmaze-*",
+            f"{TABLE}: subgoal_steps and discount of navigate",
+            dict(subgoal_steps=100, discount=0.995),
+        ),
     ],
 }
