@@ -15,6 +15,8 @@ from qhyer import ablate, models
 from qhyer.records import read_rows
 
 ROOT = Path(__file__).parents[1]
+OGBENCH = ROOT / "results" / "ogbench"
+PROPER = {"qhyer": "QHyer", "nf_gcbc": "NF-GCBC"}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -213,9 +215,6 @@ def test_the_tasks_of_the_point_mazes_are_those_of_the_rows():
         assert said[PROPER.get(name, name.upper())] == cells
 
 
-PROPER = {"qhyer": "QHyer", "nf_gcbc": "NF-GCBC"}
-
-
 def test_how_much_evaluations_vary_is_what_the_rows_say():
     root = ROOT / "results" / "protocol"
     lines = [
@@ -233,9 +232,6 @@ def test_how_much_evaluations_vary_is_what_the_rows_say():
         assert cells == [f"{number:.1f}" for number in (*numbers, *([mean(numbers)] if len(cells) == 5 else []))]
         said += len(again)
     assert said == len(list(root.rglob("episodes.csv")))
-
-
-OGBENCH = ROOT / "results" / "ogbench"
 
 
 def test_what_was_tried_on_the_point_mazes_agrees_with_its_rows():

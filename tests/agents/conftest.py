@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qhyer import agents, runs
-from qhyer.agent import Agent
+from qhyer.agent import Agent, AgentConfig
 from qhyer.data.episodes import Episodes
 from qhyer.update import Update
 
@@ -59,20 +59,32 @@ def chain() -> Chain:
     return Chain()
 
 
+def trained(
+    name: str, config: AgentConfig, data: Episodes, prepare: Callable[[Any], None] = lambda agent: None
+) -> Agent:
+    """An agent of one stage after all of its updates."""
+    agent = runs.build_agent(name, config, data.spec(), 0)
+    prepare(agent)
+    (stage,) = agent.stages()
+    sampler = stage.sampler.build(data, torch.Generator().manual_seed(0))
+    update = Update(agent, stage, sampler, "fp32", torch.device("cpu"))
+    for step in range(stage.steps):
+        update(step)
+    return agent.eval()
+
+
+@pytest.fixture(scope="session")
+def train_all() -> Callable[..., Agent]:
+    return trained
+
+
 @pytest.fixture(scope="session")
 def learn(chain_world) -> Callable[..., Agent]:
     """learn("gcivl", 300, alpha=3.0): a small agent after that many updates on the chain."""
 
     def train(name: str, steps: int, prepare: Callable[[Any], None] = lambda agent: None, **options: Any) -> Agent:
-        sizes = dict(batch_size=256, learning_rate=5e-3, hidden=(32,), value_hidden=(64,))
-        agent = runs.build_agent(name, agents.load(name).Config(**(sizes | options)), chain_world.spec(), 0)
-        prepare(agent)
-        (stage,) = agent.stages()
-        sampler = stage.sampler.build(chain_world, torch.Generator().manual_seed(0))
-        update = Update(agent, stage, sampler, "fp32", torch.device("cpu"))
-        for step in range(steps):
-            update(step)
-        return agent.eval()
+        sizes = dict(steps=steps, batch_size=256, learning_rate=5e-3, hidden=(32,), value_hidden=(64,))
+        return trained(name, agents.load(name).Config(**(sizes | options)), chain_world, prepare)
 
     return train
 

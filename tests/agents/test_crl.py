@@ -51,6 +51,11 @@ def test_contrastive_loss_by_hand(tiny_agent, shake, batch_of):
 FLOORS = pytest.mark.parametrize("floor", [None, -3.0])
 
 
+def test_a_floor_is_a_number():
+    with pytest.raises(UserError, match="q_floor must be a number"):
+        CRLConfig(q_floor=math.nan)
+
+
 @FLOORS
 def test_ddpgbc_by_hand(tiny_agent, shake, batch_of, floor):
     agent = make(tiny_agent, shake, alpha=0.7, q_floor=floor)

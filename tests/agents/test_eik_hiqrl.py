@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from test_hiql import LOG, Goal, Nothing
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,8 +19,6 @@ from qhyer.data.episodes import Episodes
 from qhyer.errors import UserError
 from qhyer.nn.representations import to_sphere
 from qhyer.train import Update
-
-LOG = 0.5 * math.log(2 * math.pi)
 
 
 class Line(nn.Module):
@@ -45,20 +44,6 @@ class Away(nn.Module):
 
     def forward(self, s, z):
         return -self.factors[:, None] * (s - z).abs().squeeze(-1)
-
-
-class Goal(nn.Module):
-    """phi([s; g]) = g."""
-
-    def forward(self, s, g):
-        return g
-
-
-class Nothing(nn.Module):
-    """An actor whose mean is zero."""
-
-    def forward(self, x):
-        return torch.zeros(len(x), 1)
 
 
 def column(*values: float) -> torch.Tensor:
@@ -448,9 +433,8 @@ def line(count: int = 60, rows: int = 25) -> Episodes:
 
 
 @pytest.fixture(scope="module")
-def walker():
+def walker(train_all):
     """Eik-HiQRL on the line after 300 updates. A step's length is one, and so is the slope of d and, nearly, of V."""
-    data = line()
     config = EikHiQRLConfig(
         steps=300,
         batch_size=192,
@@ -464,14 +448,7 @@ def walker():
         target_rate=0.05,
         alpha_high=1.0,
     )
-    agent = runs.build_agent("eik_hiqrl", config, data.spec(), 0).train()
-    torch.manual_seed(0)
-    (stage,) = agent.stages()
-    sampler = stage.sampler.build(data, torch.Generator().manual_seed(0))
-    update = Update(agent, stage, sampler, "fp32", torch.device("cpu"))
-    for step in range(stage.steps):
-        update(step)
-    return agent.eval()
+    return train_all("eik_hiqrl", config, line())
 
 
 def pairs() -> tuple[torch.Tensor, torch.Tensor]:

@@ -251,9 +251,8 @@ def line(count: int = 60, rows: int = 25) -> Episodes:
 
 
 @pytest.fixture(scope="module")
-def walker():
+def walker(train_all):
     """HIQL on the line after 300 updates."""
-    data = line()
     config = HIQLConfig(
         steps=300,
         batch_size=192,
@@ -266,15 +265,7 @@ def walker():
         expectile=0.9,
         target_rate=0.05,
     )
-    agent = runs.build_agent("hiql", config, data.spec(), 0).train()
-    torch.manual_seed(0)
-    (stage,) = agent.stages()
-    update = Update(
-        agent, stage, stage.sampler.build(data, torch.Generator().manual_seed(0)), "fp32", torch.device("cpu")
-    )
-    for step in range(stage.steps):
-        update(step)
-    return agent.eval()
+    return train_all("hiql", config, line())
 
 
 def pairs() -> tuple[torch.Tensor, torch.Tensor]:

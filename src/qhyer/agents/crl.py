@@ -12,6 +12,7 @@ share a batch, the negatives of each are its own share's.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +54,7 @@ class CRLConfig(AgentConfig):
         require(self.latent_dim >= 1, "latent_dim must be at least 1")
         require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
         require(0.0 <= self.actor_p_random <= 1.0, "actor_p_random must lie between 0 and 1")
+        require(self.q_floor is None or math.isfinite(self.q_floor), "q_floor must be a number, such as -13.8")
 
 
 class CRL(Agent):

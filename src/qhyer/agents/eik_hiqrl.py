@@ -32,7 +32,7 @@ from qhyer.nn.quasimetric import IQE
 from qhyer.nn.representations import GoalRepresentation, to_sphere
 from qhyer.nn.scan import without_kernels
 from qhyer.nn.streams import all_at_once
-from qhyer.nn.values import Value, follow, implicit_value_loss, spread, target_of
+from qhyer.nn.values import Value, follow, implicit_value_loss, target_of
 
 INTERVALS = 8
 """coordinates per group of IQE"""
@@ -123,7 +123,7 @@ class EikHiQRL(Agent):
     def __init__(self, config: EikHiQRLConfig, spec: DataSpec) -> None:
         super().__init__(config, spec)
         d_s, d_z = spec.observation_dim, config.representation
-        require(config.coordinates <= d_s, f"coordinates: a state has {d_s}")
+        require(config.coordinates <= d_s, f"coordinates must be at most {d_s}: so many numbers has a state here")
         d_h = config.coordinates or d_s
         self.nu = MLP(d_h, config.value_hidden, config.encoding, layer_norm=True) if config.encoding else None
         self.metric = IQE(config.encoding or d_h, config.value_hidden, config.latent_dim, INTERVALS)
@@ -191,21 +191,22 @@ class EikHiQRL(Agent):
         """HIQL's, of V(s, phi([s; g])) on r + gamma V'(s', phi([s'; g])), V' the target value (nn/values.py), plus the
         sum over j of E[(|grad_s V_j| - 1)^2]: too flat counts, too; and phi's part in s belongs to the slope."""
         s, s_next, g, config = batch["observations"], batch["next_observations"], batch["value_goals"], self.config
-        fit, v = implicit_value_loss(
+        fit, metrics = implicit_value_loss(
+            "value",
             self.value,
             self.target_value,
             (s, self.phi(s, g)),
             (s_next, seen.z_next),
             batch["rewards"],
             batch["masks"],
-            discount=config.discount,
-            tau=config.expectile,
+            config.discount,
+            config.expectile,
         )
         _, slope = slopes(lambda x: self.value(x, self.phi(x, g)), s)  # (2, B)
         eikonal = (slope - 1.0).square().sum(0).mean()
         loss = fit + eikonal
-        metrics = {"value/loss": loss, "value/eikonal": eikonal, "value/slope": slope.mean()}
-        return loss, {**{name: metric.detach() for name, metric in metrics.items()}, **spread(v)}
+        more = {"value/loss": loss, "value/eikonal": eikonal, "value/slope": slope.mean()}
+        return loss, metrics | {name: metric.detach() for name, metric in more.items()}
 
     # -------------------------------------------------------------------------------------------- the actors
 

@@ -22,7 +22,7 @@ from qhyer.errors import require
 from qhyer.losses import awr
 from qhyer.nn.mlp import MLP
 from qhyer.nn.streams import all_at_once
-from qhyer.nn.values import Value, follow, implicit_value_loss, spread, target_of
+from qhyer.nn.values import Value, follow, implicit_value_loss, target_of
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,17 @@ class GCIVL(Agent):
     def value_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Of V(s, g) on r + gamma V'(s', g), V' the target values (nn/values.py)."""
         s, next_s, g, config = batch["observations"], batch["next_observations"], batch["value_goals"], self.config
-        loss, v = implicit_value_loss(
+        return implicit_value_loss(
+            "value",
             self.value,
             self.target_value,
             (s, g),
             (next_s, g),
             batch["rewards"],
             batch["masks"],
-            discount=config.discount,
-            tau=config.expectile,
+            config.discount,
+            config.expectile,
         )
-        return loss, {"value/loss": loss.detach(), **spread(v)}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Advantage-weighted regression: -E[min(exp(alpha A), 100) log pi(a | s, g)], A = V(s', g) - V(s, g)."""

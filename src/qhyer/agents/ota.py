@@ -26,7 +26,7 @@ from qhyer.losses import awr
 from qhyer.nn.mlp import MLP
 from qhyer.nn.representations import GoalRepresentation, to_sphere
 from qhyer.nn.streams import all_at_once
-from qhyer.nn.values import Value, follow, implicit_value_loss, spread, target_of
+from qhyer.nn.values import Value, follow, implicit_value_loss, target_of
 
 
 @dataclass(frozen=True)
@@ -130,32 +130,32 @@ class OTA(Agent):
     def value_loss(self, batch: Batch, seen: Seen) -> tuple[Tensor, Metrics]:
         """HIQL's: of V(s, phi([s; g])) on r + gamma V'(s', phi([s'; g])), V' the target value (nn/values.py)."""
         s, s_next, g, config = batch["observations"], batch["next_observations"], batch["value_goals"], self.config
-        loss, v = implicit_value_loss(
+        return implicit_value_loss(
+            "value",
             self.value,
             self.target_value,
             (s, self.phi(s, g)),
             (s_next, seen.z_next),
             batch["rewards"],
             batch["masks"],
-            discount=config.discount,
-            tau=config.expectile,
+            config.discount,
+            config.expectile,
         )
-        return loss, {"value/loss": loss.detach(), **spread(v)}
 
     def high_value_loss(self, batch: Batch, seen: Seen) -> tuple[Tensor, Metrics]:
         """The same of V_high, where a step is an option: from s to its end e, -1 unless e is the goal, one gamma."""
         s, e, g, config = batch["observations"], batch["option_ends"], batch["option_goals"], self.config
-        loss, v = implicit_value_loss(
+        return implicit_value_loss(
+            "high_value",
             self.high_value,
             self.target_high_value,
             (s, self.phi(s, g)),
             (e, seen.z_option),
             batch["option_rewards"],
             batch["option_masks"],
-            discount=config.discount,
-            tau=config.expectile,
+            config.discount,
+            config.expectile,
         )
-        return loss, {"high_value/loss": loss.detach(), **spread(v, "high_value")}
 
     # -------------------------------------------------------------------------------------------- the actors
 

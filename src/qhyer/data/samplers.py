@@ -166,7 +166,13 @@ class HierarchicalSampler:
             swap = goals.uniform(generator, shape) < config.p_random
             high_rows = torch.where(swap, goals.random_rows(generator, data, shape), high_rows)
             target_rows = torch.where(swap, low_rows, target_rows)
-        option = self.options(rows) if config.option_steps is not None else {}
+        option: dict[str, Tensor] = {}
+        done: dict[str, Tensor] = {}
+        if config.option_steps is not None:
+            option = self.options(rows, config.option_steps)
+            done = _reward(
+                option["option_ends"], option["option_goals"], config.negative
+            )  # an option is done where its end is its goal
         return {
             "rows": rows,
             "value_goal_rows": value_rows,
@@ -186,32 +192,22 @@ class HierarchicalSampler:
                 **option,
             ),
             **_reward(rows, value_rows, config.negative),  # (B,), (B,)
-            **self.option_rewards(**option),
+            **{f"option_{name}": value for name, value in done.items()},  # (B,), (B,)
         }
 
-    def options(self, rows: Tensor) -> dict[str, Tensor]:
+    def options(self, rows: Tensor, steps: int) -> dict[str, Tensor]:
         """Where an option ends, and its goal: from the value's mixture, whose current state is here the end itself, as
         if one had been asked to go there."""
         data, law, generator = self.episodes, self.config.value, self.generator
-        assert self.config.option_steps is not None
         future = GoalLaw(discount=law.discount).draw(generator, data, rows)
         u = goals.uniform(generator, tuple(rows.shape))
         anywhere = goals.random_rows(generator, data, tuple(rows.shape))
-        ends = torch.minimum(rows + self.config.option_steps, data.end_of[rows])
+        ends = torch.minimum(rows + steps, data.end_of[rows])
         # Two coins: is the goal ahead or anywhere, which decides where the option stops; is it the end instead.
         ahead = goals.uniform(generator, tuple(rows.shape)) < law.p_trajectory / (1.0 - law.p_current)
         ends = torch.where(ahead, torch.minimum(ends, future), ends)
         goal_rows = torch.where(u < law.p_current, ends, torch.where(ahead, future, anywhere))
         return {"option_ends": ends, "option_goals": goal_rows}
-
-    def option_rewards(
-        self, option_ends: Tensor | None = None, option_goals: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """An option is done where its end is its goal."""
-        if option_ends is None or option_goals is None:
-            return {}
-        found = _reward(option_ends, option_goals, self.config.negative)
-        return {f"option_{name}": value for name, value in found.items()}  # (B,), (B,)
 
 
 @dataclass(frozen=True)

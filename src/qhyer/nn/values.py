@@ -72,17 +72,17 @@ class Value(nn.Module):
 
 
 def implicit_value_loss(
+    name: str,
     value: nn.Module,
     target: nn.Module,
     here: tuple[Tensor, Tensor],
     there: tuple[Tensor, Tensor],
     rewards: Tensor,
     masks: Tensor,
-    *,
     discount: float,
     tau: float,
-) -> tuple[Tensor, Tensor]:
-    """Sum over j of E[L_tau(A, r + gamma V'_j(s', g) - V_j(s, g))], V' the target -> (loss, V (2, B)).
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum over j of E[L_tau(A, r + gamma V'_j(s', g) - V_j(s, g))], V' the target; and metrics, under this name.
 
     An upper expectile of one-step backups, the action being whatever the data did: its maximum over actions is one
     over outcomes, too, exact where the world is deterministic. The weight's sign is read off the targets, min_j for s'
@@ -95,7 +95,8 @@ def implicit_value_loss(
         q = rewards + discount * masks * v_next  # (2, B)
         advantage = q.amin(0) - v_here.mean(0)  # (B,); the least q is that of the least V'(s', g)
     v = value(*here)  # (2, B)
-    return expectile_by(advantage, q - v, tau).sum(0).mean(), v
+    loss = expectile_by(advantage, q - v, tau).sum(0).mean()
+    return loss, {f"{name}/loss": loss.detach(), **spread(v, name)}
 
 
 class Bilinear(nn.Module):
