@@ -9,7 +9,7 @@ from qhyer.records import references
 from qhyer.report import write_report
 from qhyer.report.collect import collect
 from qhyer.report.compare import compare, difference_text, tally
-from qhyer.report.published import QHYER, QHYER_D4RL, canonical, for_dataset, published
+from qhyer.report.published import QHYER, QHYER_D4RL, QHYER_RECENT, canonical, for_dataset, published
 from qhyer.report.tables import groups, success_csv, success_markdown, success_rows, warnings
 
 
@@ -132,6 +132,12 @@ def test_published_numbers_add_up_to_the_totals_their_paper_prints():
             assert sum(found) == total, (env, kind, agent)
     assert len(ours) == 23 * 10 - 5
     assert all(entry.source and (entry.measure == "score" or 0 <= entry.mean <= 100) for entry in published())
+    recent: dict[str, list[float]] = {}
+    for entry in published():
+        if entry.source == QHYER_RECENT:
+            recent.setdefault(canonical(entry.agent), []).append(entry.mean)
+    averages = {agent: round(sum(means) / len(means), 1) for agent, means in recent.items()}
+    assert averages == {"trl": 10.0, "sharsa": 28.7, "deas": 23.9, "qcfql": 12.8}  # as printed
     mazes = [entry for entry in published() if entry.source == QHYER_D4RL]
     sums = {}
     for entry in mazes:
@@ -145,6 +151,7 @@ def test_published_numbers_add_up_to_the_totals_their_paper_prints():
 
 def test_names_of_agents_meet():
     assert canonical("Eik-HIQRL") == canonical("eik_hiqrl")
+    assert canonical("GC-QCFQL") == canonical("QC-FQL") == canonical("qc_fql") and canonical("GCIQL") == "gciql"
     found = [entry.agent for entry in for_dataset("pointmaze-medium-navigate-v0")]
     assert found == ["GCBC", "GCIVL", "GCIQL", "QRL", "CRL", "HIQL"]
 

@@ -15,7 +15,7 @@ from qhyer.report.compare import (
     published_text,
     setting_text,
 )
-from qhyer.report.published import NF, QHYER, canonical
+from qhyer.report.published import NF, QHYER, QHYER_RECENT, canonical
 from qhyer.report.suite import Account, Part, Suite
 from qhyer.report.tables import Group, SuccessRow, number
 
@@ -24,14 +24,22 @@ DATASETS = tuple(
     for scene in ("cube-single", "cube-double", "scene", "puzzle-3x3", "puzzle-4x4")
     for kind in ("play", "noisy")
 )
-AGENTS = ("QHyer", "GCBC", "GCIVL", "GCIQL", "QRL", "CRL", "HIQL", "SAW", "OTA", "Eik-HiQRL", "NF-GCBC")
-SOURCES = (QHYER, NF, "")  # one number for an agent and a dataset; the report's own sections have the others too
+AGENTS = (
+    *("QHyer", "GCBC", "GCIVL", "GCIQL", "QRL", "CRL", "HIQL", "SAW", "OTA", "Eik-HiQRL", "NF-GCBC"),
+    *("TRL", "SHARSA", "QC-FQL", "DEAS"),  # made for rewards or larger data, adapted
+)
+SOURCES = (
+    QHYER,
+    QHYER_RECENT,
+    NF,
+    "",
+)  # one number for an agent and a dataset; the report's own sections have the others too
 
 NOTE = (
     "Success in percent, ± the standard deviation over seeds. Published: as printed in the QHyer paper (8 seeds, a "
-    "million updates of 1024); NF-GCBC as its own paper has it (means only). Ours: the last evaluation of each run, "
-    "with the interval of docs/protocol.md; difference is our mean less the published one. In brackets: seeds; "
-    "updates × batch. Not run: no run is among these records."
+    "million updates of 1024; TRL, SHARSA, QC-FQL and DEAS as adapted there); NF-GCBC as its own paper has it (means "
+    "only). Ours: the last evaluation of each run, with the interval of docs/protocol.md; difference is our mean less "
+    "the published one. In brackets: seeds; updates × batch. Not run: no run is among these records."
 )
 
 
@@ -64,8 +72,8 @@ def main_table(lines: Sequence[Comparison]) -> Part:
 
 
 def agents_table(lines: Sequence[Comparison], datasets: Sequence[str] = DATASETS) -> Part:
-    """Every agent's published number, and below it ours where we have one."""
-    body = []
+    """Every agent's published number, and below it ours where we have one; who has neither is left out."""
+    body: list[list[str]] = []
     for dataset in datasets:
         by_agent = {agent: of_agent(lines, dataset, agent) for agent in AGENTS}
         published = [published_text(found[0]) if found else "" for found in by_agent.values()]
@@ -81,7 +89,10 @@ def agents_table(lines: Sequence[Comparison], datasets: Sequence[str] = DATASETS
             ours.append("; ".join(texts))
         if any(ours):
             body.append(["", "ours", *ours])
-    return Part("All agents, published and ours", ["dataset", "", *AGENTS], body, left=2)
+    header = ["dataset", "", *AGENTS]
+    told = [at for at in range(len(header)) if at < 2 or any(line[at] for line in body)]
+    body = [[line[at] for at in told] for line in body]
+    return Part("All agents, published and ours", [header[at] for at in told], body, left=2)
 
 
 def account(found: Sequence[Group], rows: Sequence[SuccessRow]) -> Account:
