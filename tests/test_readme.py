@@ -229,7 +229,7 @@ def test_how_much_evaluations_vary_is_what_the_rows_say():
     for dataset, agent, seed, *cells in (line if len(line) == 5 else ["cube-single-play", *line] for line in lines):
         if not seed.isdigit():
             continue
-        run = Path(dataset) / f"{agent}-paper" / f"s{seed}"
+        run = Path(agent) if "/" in agent else Path(dataset) / f"{agent}-paper" / f"s{seed}"
         again = ["settling"] if len(cells) == 2 else ["eval-seed-1", "eval-seed-2", "eval-seed-3"]
         numbers = [rate[OGBENCH / run], *(rate[root / name / run] for name in again)]
         assert cells == [f"{number:.1f}" for number in (*numbers, *([mean(numbers)] if len(cells) == 5 else []))]
