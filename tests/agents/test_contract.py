@@ -34,6 +34,7 @@ SWITCHES = {
     "gcbc": [dict(discount=0.9)],
     "gcivl": [dict(actor_p_random=0.5)],
     "qrl": [dict(actor_p_random=1.0)],
+    "sharsa": [dict(double=True), dict(end_is_goal=False, actor_geometric=False, actor_p_random=0.0, goal_part=(1,))],
 }
 
 

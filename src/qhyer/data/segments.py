@@ -1,0 +1,85 @@
+"""Batches of segments: a row and one some steps ahead of it, fewer where a goal or the episode's end comes before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qhyer.data import goals
+from qhyer.data.episodes import Episodes
+from qhyer.data.samplers import GoalLaw
+from qhyer.errors import require
+
+
+def segment(episodes: Episodes, rows: Tensor, goal_rows: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Where segments of `steps` steps end, and how many they take: no more than to their goal, if it lies ahead, nor
+    than to the episode's end. Rows and goals of one shape, and both results of it."""
+    room = (episodes.end_of[rows] - rows).clamp(max=steps)
+    ahead = goal_rows - rows
+    taken = torch.where((ahead >= 0) & (ahead < room), ahead, room)
+    return rows + taken, taken
+
+
+@dataclass(frozen=True)
+class SubgoalSamplerConfig:
+    """I.i.d. transitions with the segments that begin there: one towards a goal of the value, one towards a goal of the
+    high actor, and one without a goal, whose end is where the low actor goes. With `low_value`, also with a goal of a
+    value of single steps, and the segment of one step towards it."""
+
+    steps: int
+    """n: how long a segment is that neither a goal nor the episode's end cuts short"""
+    value: GoalLaw
+    actor: GoalLaw
+    low_value: GoalLaw | None = None
+    end_is_goal: bool = True
+    """a segment that is cut short is done, by the episode's end as well as by its goal; otherwise where its end is its
+    goal"""
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, "a segment has at least 1 step")
+
+    def build(self, episodes: Episodes, generator: goals.Source) -> SubgoalSampler:
+        return SubgoalSampler(self, episodes, generator)
+
+
+class SubgoalSampler:
+    def __init__(self, config: SubgoalSamplerConfig, episodes: Episodes, generator: goals.Source) -> None:
+        self.config, self.episodes, self.generator = config, episodes, generator
+
+    def sample(self, batch_size: int) -> dict[str, Tensor]:
+        data, config, generator = self.episodes, self.config, self.generator
+        shape = goals.batch_shape(generator, batch_size)
+        rows = data.transitions[goals.random_index(generator, shape, data.num_transitions)]  # (B,)
+        value, numbers = self.towards("value", config.value.draw(generator, data, rows), rows, config.steps)
+        actor_rows = config.actor.draw(generator, data, rows)
+        found = {
+            "observations": rows,
+            **value,
+            "low_actor_goals": torch.minimum(rows + config.steps, data.end_of[rows]),
+            "high_actor_goals": actor_rows,
+            "high_actor_targets": segment(data, rows, actor_rows, config.steps)[0],
+        }
+        if config.low_value is not None:
+            low, more = self.towards("low_value", config.low_value.draw(generator, data, rows), rows, 1)
+            found, numbers = found | low, numbers | more
+        gathered = data.observations[torch.stack(list(found.values()))]  # (entries, B, d_s), copied at once
+        return {
+            "rows": rows,
+            **{f"{name[:-1]}_rows": at for name, at in found.items() if name != "observations"},
+            "actions": data.actions[rows],  # (B, d_a)
+            **dict(zip(found, gathered.unbind())),  # (B, d_s) each
+            **numbers,  # (B,) each
+        }
+
+    def towards(
+        self, name: str, goal_rows: Tensor, rows: Tensor, steps: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Goals and ends of a value's segments; the steps they take, and whether nothing follows them."""
+        ends, taken = segment(self.episodes, rows, goal_rows, steps)
+        done = taken < steps if self.config.end_is_goal else ends == goal_rows
+        return (
+            {f"{name}_goals": goal_rows, f"{name}_ends": ends},
+            {f"{name}_steps": taken.float(), f"{name}_done": done.float()},
+        )
