@@ -1,4 +1,4 @@
-"""Batches of segments: a row and one some steps ahead of it, fewer where a goal or the episode's end comes before."""
+"""Batches of segments: stretches of an episode from a row to a later one, with what lies on the way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qhyer.data import goals
 from qhyer.data.episodes import Episodes
-from qhyer.data.samplers import GoalLaw
+from qhyer.data.samplers import GoalLaw, _gather
 from qhyer.errors import require
 
 
@@ -83,3 +83,47 @@ class SubgoalSampler:
             {f"{name}_goals": goal_rows, f"{name}_ends": ends},
             {f"{name}_steps": taken.float(), f"{name}_done": done.float()},
         )
+
+
+@dataclass(frozen=True)
+class MidpointSamplerConfig:
+    """I.i.d. transitions i, each with a later state j of its episode, a transition k between them, and a goal for the
+    actor. All k in i..j-1 are as likely, i itself among them."""
+
+    discount: float | None
+    """j lies geometrically ahead with this discount, at most at the episode's end; uniformly ahead when None"""
+    actor: GoalLaw
+
+    def build(self, episodes: Episodes, generator: goals.Source) -> MidpointSampler:
+        return MidpointSampler(self, episodes, generator)
+
+
+class MidpointSampler:
+    def __init__(self, config: MidpointSamplerConfig, episodes: Episodes, generator: goals.Source) -> None:
+        self.config, self.episodes, self.generator = config, episodes, generator
+        self.future = GoalLaw(discount=config.discount)
+
+    def sample(self, batch_size: int) -> dict[str, Tensor]:
+        data, generator = self.episodes, self.generator
+        shape = goals.batch_shape(generator, batch_size)
+        rows = data.transitions[goals.random_index(generator, shape, data.num_transitions)]  # (B,)
+        value_rows = self.future.draw(generator, data, rows)  # (B,) at least one step ahead
+        offsets = (goals.uniform(generator, shape) * (value_rows - rows)).long()
+        middle_rows = torch.minimum(rows + offsets, value_rows - 1)  # never a final state, which has no action
+        actor_rows = self.config.actor.draw(generator, data, rows)
+        return {
+            "rows": rows,
+            "midpoint_rows": middle_rows,
+            "value_goal_rows": value_rows,
+            "actor_goal_rows": actor_rows,
+            "first_steps": (middle_rows - rows).float(),  # (B,) k - i
+            "second_steps": (value_rows - middle_rows).float(),  # (B,) j - k
+            **_gather(data.actions, actions=rows, midpoint_actions=middle_rows),  # (B, d_a) each
+            **_gather(
+                data.observations,  # (B, d_s) each
+                observations=rows,
+                midpoints=middle_rows,
+                value_goals=value_rows,
+                actor_goals=actor_rows,
+            ),
+        }
