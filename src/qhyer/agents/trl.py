@@ -168,7 +168,7 @@ class TRL(Agent):
         the mean cut to [-1, 1]. frs: flow matching, E[(v(x_t, t | s, g) - (a - x_0))^2]."""
         s, a, g = batch["observations"], batch["actions"], self.oracle(batch["actor_goals"])
         if isinstance(self.actor, Velocity):
-            loss = self.actor.errors(a, s, g).float().mean()
+            loss = self.actor.errors(a, s, g).mean()
             return loss, {"actor/loss": loss.detach()}
         mean = self.actor(torch.cat([s, g], dim=-1))  # (B, d_a)
         with frozen(self.oracle_critic):
@@ -197,8 +197,7 @@ class TRL(Agent):
 
     @torch.no_grad()
     def act(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
-        """rpg: the mean. frs: noise from the table, carried along the flow; of the candidates the one whose lesser Q_o is
-        greatest."""
+        """rpg: the mean. frs: rows of the table, carried along the flow; the one whose lesser Q_o is greatest."""
         seen = self.oracle(goal)
         if not isinstance(self.actor, Velocity):
             return self.actor(torch.cat([observation, seen], dim=-1)).clamp(-1.0, 1.0), None
