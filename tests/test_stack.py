@@ -31,6 +31,7 @@ OPTIONS = [(name, {}) for name in STACKABLE] + [
     ("qrl", {"quasimetric": "mrn"}),
     ("hiql", {"low_actor_rep_grad": True, "actor_p_random": 0.3}),
     ("eik_hiqrl", {"coordinates": 2, "encoding": 3}),
+    ("trl", {"goal_part": (1,), "actor_p_random": 0.3}),
 ]
 
 
@@ -63,7 +64,7 @@ def alone(name: str, config, seed: int, run: Path, **more) -> Path:
 
 
 def test_the_baselines_can_be_stacked():
-    assert STACKABLE == ["crl", "eik_hiqrl", "gcbc", "gciql", "gcivl", "hiql", "ota", "qrl", "saw"]
+    assert STACKABLE == ["crl", "eik_hiqrl", "gcbc", "gciql", "gcivl", "hiql", "ota", "qrl", "saw", "trl"]
 
 
 @pytest.mark.parametrize(("name", "changes"), OPTIONS)
@@ -82,7 +83,7 @@ def test_the_same_runs_as_alone(name, changes, tiny_config, point_world, tmp_pat
         assert_close(made[0], made[1])
 
 
-@pytest.mark.parametrize("name", ["crl", "eik_hiqrl", "gcivl", "gciql", "hiql", "ota", "qrl", "saw"])
+@pytest.mark.parametrize("name", ["crl", "eik_hiqrl", "gcivl", "gciql", "hiql", "ota", "qrl", "saw", "trl"])
 def test_with_kernels(name, tiny_config, point_world, tmp_path, monkeypatch):
     """Triton's, in its interpreter: a seed is a member more."""
     config = tiny_config(name, steps=3)

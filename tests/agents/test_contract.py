@@ -35,6 +35,7 @@ SWITCHES = {
     "gcivl": [dict(actor_p_random=0.5)],
     "qrl": [dict(actor_p_random=1.0)],
     "sharsa": [dict(double=True), dict(end_is_goal=False, actor_geometric=False, actor_p_random=0.0, goal_part=(1,))],
+    "trl": [dict(goal_part=(1,), actor_p_random=0.5), dict(actor="frs", candidates=3, flow_steps=1)],
 }
 
 
