@@ -96,6 +96,15 @@ def test_an_episode_of_one_step_has_itself_for_a_midpoint(episodes):
     assert (batch["first_steps"][last] == 0).all() and (batch["second_steps"][last] == 1).all()
 
 
+def test_the_greatest_draw_stays_before_the_goal(episodes, monkeypatch):
+    """The last of all numbers below one: k is the last of i..j-1, whatever their count."""
+    greatest = torch.tensor(1.0 - 2.0**-53, dtype=torch.float64)
+    monkeypatch.setattr("qhyer.data.goals.uniform", lambda _, shape: greatest.expand(shape))
+    batch = drawn(episodes, 5_000, discount=None, actor=GoalLaw())
+    assert torch.equal(batch["value_goal_rows"], episodes.end_of[batch["rows"]])
+    assert torch.equal(batch["midpoint_rows"], batch["value_goal_rows"] - 1)
+
+
 def test_several_seeds_draw_what_each_draws_alone(episodes):
     config = MidpointSamplerConfig(DISCOUNT, STITCH)
     together = config.build(episodes, Several([torch.Generator().manual_seed(seed) for seed in (3, 4)]))

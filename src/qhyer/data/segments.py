@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from qhyer.data import goals
@@ -108,8 +107,8 @@ class MidpointSampler:
         shape = goals.batch_shape(generator, batch_size)
         rows = data.transitions[goals.random_index(generator, shape, data.num_transitions)]  # (B,)
         value_rows = self.future.draw(generator, data, rows)  # (B,) at least one step ahead
-        offsets = (goals.uniform(generator, shape) * (value_rows - rows)).long()
-        middle_rows = torch.minimum(rows + offsets, value_rows - 1)  # never a final state, which has no action
+        # Below j - i, in float64 even of the greatest u below 1: k is never a final state, which has no action.
+        middle_rows = rows + (goals.uniform(generator, shape) * (value_rows - rows)).long()
         actor_rows = self.config.actor.draw(generator, data, rows)
         return {
             "rows": rows,
