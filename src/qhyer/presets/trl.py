@@ -6,8 +6,6 @@ from qhyer.presets import Rule
 
 CODE = "aoberai/trl agents/trl.py at adfec6f"
 TABLE = "aoberai/trl hyperparameters.sh at adfec6f"
-
-
 NOISY = "as play data, and OGBench's ratio of alpha, 0.03 (GCIQL)"
 
 
