@@ -83,7 +83,7 @@ def _reward(rows: Tensor, goal_rows: Tensor, negative: bool) -> dict[str, Tensor
     return {"rewards": -away if negative else 1.0 - away, "masks": away}
 
 
-def _gather(table: Tensor, **rows: Tensor) -> dict[str, Tensor]:
+def gather(table: Tensor, **rows: Tensor) -> dict[str, Tensor]:
     """The table's rows (..., d) under each name, copied at once: on a GPU a copy so small takes as long as all."""
     at = torch.stack(list(rows.values()))
     found = table.index_select(0, at.flatten()).view(*at.shape, *table.shape[1:])
@@ -118,7 +118,7 @@ class ValueActorSampler:
             "value_goal_rows": value_rows,
             "actor_goal_rows": actor_rows,
             "actions": data.actions[rows],  # (B, d_a)
-            **_gather(
+            **gather(
                 data.observations,  # (B, d_s) each
                 observations=rows,
                 next_observations=rows + 1,
@@ -181,7 +181,7 @@ class HierarchicalSampler:
             "high_actor_goal_rows": high_rows,
             "high_actor_target_rows": target_rows,
             "actions": data.actions[rows],  # (B, d_a)
-            **_gather(
+            **gather(
                 data.observations,  # (B, d_s) each
                 observations=rows,
                 next_observations=rows + 1,

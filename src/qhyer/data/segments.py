@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from qhyer.data import goals
 from qhyer.data.episodes import Episodes
-from qhyer.data.samplers import GoalLaw, _gather
+from qhyer.data.samplers import GoalLaw, gather
 from qhyer.errors import require
 
 
@@ -63,12 +64,11 @@ class SubgoalSampler:
         if config.low_value is not None:
             low, more = self.towards("low_value", config.low_value.draw(generator, data, rows), rows, 1)
             found, numbers = found | low, numbers | more
-        gathered = data.observations[torch.stack(list(found.values()))]  # (entries, B, d_s), copied at once
         return {
             "rows": rows,
             **{f"{name[:-1]}_rows": at for name, at in found.items() if name != "observations"},
             "actions": data.actions[rows],  # (B, d_a)
-            **dict(zip(found, gathered.unbind())),  # (B, d_s) each
+            **gather(data.observations, **found),  # (B, d_s) each
             **numbers,  # (B,) each
         }
 
@@ -117,8 +117,8 @@ class MidpointSampler:
             "actor_goal_rows": actor_rows,
             "first_steps": (middle_rows - rows).float(),  # (B,) k - i
             "second_steps": (value_rows - middle_rows).float(),  # (B,) j - k
-            **_gather(data.actions, actions=rows, midpoint_actions=middle_rows),  # (B, d_a) each
-            **_gather(
+            **gather(data.actions, actions=rows, midpoint_actions=middle_rows),  # (B, d_a) each
+            **gather(
                 data.observations,  # (B, d_s) each
                 observations=rows,
                 midpoints=middle_rows,
