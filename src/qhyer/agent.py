@@ -39,6 +39,12 @@ class AgentConfig:
         require(self.learning_rate > 0.0, "learning_rate must be positive")
 
 
+def require_part(goal_part: tuple[int, ...]) -> None:
+    """Of a configuration that names some of a dataset's goal coordinates: by position, each once."""
+    once = len(set(goal_part)) == len(goal_part) and min(goal_part, default=0) >= 0
+    require(once, "goal_part names goal coordinates by position, from 0, each once")
+
+
 class Sampler(Protocol):
     """Draws batches. All randomness comes from the generator it was built with."""
 
@@ -92,6 +98,14 @@ class Agent(nn.Module, ABC):
     observation_mean: Tensor
     observation_std: Tensor
     goal_indices: Tensor
+
+    def narrow(self, goal_part: tuple[int, ...]) -> tuple[int, ...]:
+        """Goals are made of these of the dataset's goal coordinates, by position; of all when empty. -> their positions"""
+        count = self.spec.goal_dim
+        part = goal_part or tuple(range(count))
+        require(max(part) < count, f"goal_part: this dataset's goals have coordinates 0 to {count - 1}")
+        self.goal_indices = self.goal_indices[list(part)]
+        return part
 
     def normalize(self, observations: Tensor) -> Tensor:
         return (observations - self.observation_mean) / self.observation_std

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qhyer import distributed, losses
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage, require_part
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import WindowSamplerConfig
 from qhyer.errors import require
@@ -176,10 +176,7 @@ class QHyerConfig(AgentConfig):
             self.critic == "flow" or self.binary_goals == "flow",
             f"binary_goals bits goes with critic flow alone: write binary_goals flow to have a {self.critic} critic",
         )
-        require(
-            len(set(self.goal_part)) == len(self.goal_part) and min(self.goal_part, default=0) >= 0,
-            "goal_part names goal coordinates by position, from 0, each once",
-        )
+        require_part(self.goal_part)
         require(
             self.past_q == "predicted" or self.conditioning == "flow",
             "past_q critic asks the critic: write conditioning flow",
@@ -207,9 +204,7 @@ class QHyer(Agent):
         super().__init__(config, spec)
         d = config.width
         self.plan_dim = config.chunk * spec.action_dim  # of what is chosen at a time; d_a below, unless said
-        part = config.goal_part or tuple(range(spec.goal_dim))
-        require(max(part) < spec.goal_dim, f"goal_part: this dataset's goals have coordinates 0 to {spec.goal_dim - 1}")
-        self.goal_indices = self.goal_indices[list(part)]
+        part = self.narrow(config.goal_part)
         goal_dim = spec.observation_dim if config.goal_input == "observation" else len(part)
         flags = spec.goal_binary or (False,) * spec.goal_dim
         binary = [config.binary_goals == "bits" and flags[i] for i in part]

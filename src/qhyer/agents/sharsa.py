@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage, require_part
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw
 from qhyer.data.segments import SubgoalSamplerConfig
@@ -80,10 +80,7 @@ class SHARSAConfig(AgentConfig):
         require(min(self.value_p_current, self.value_p_random) >= 0.0, "chances of goals cannot be negative")
         require(self.value_p_current + self.value_p_random <= 1.0, "the value's chances of goals exceed one")
         require(0.0 <= self.actor_p_random <= 1.0, "actor_p_random must lie between 0 and 1")
-        require(
-            len(set(self.goal_part)) == len(self.goal_part) and min(self.goal_part, default=0) >= 0,
-            "goal_part names goal coordinates by position, from 0, each once",
-        )
+        require_part(self.goal_part)
 
 
 class Sarsa(nn.Module):
@@ -135,10 +132,7 @@ class SHARSA(Agent):
 
     def __init__(self, config: SHARSAConfig, spec: DataSpec) -> None:
         super().__init__(config, spec)
-        part = config.goal_part or tuple(range(spec.goal_dim))
-        require(max(part) < spec.goal_dim, f"goal_part: this dataset's goals have coordinates 0 to {spec.goal_dim - 1}")
-        self.goal_indices = self.goal_indices[list(part)]
-        d_s, d_g, d_a = spec.observation_dim, len(part), spec.action_dim
+        d_s, d_g, d_a = spec.observation_dim, len(self.narrow(config.goal_part)), spec.action_dim
         self.high = Sarsa(d_s, d_g, d_g, config.value_hidden)
         self.high_actor = Velocity(d_g, d_s + d_g, config.hidden, layer_norm=True)  # of subgoals, given s and g
         self.low_actor = Velocity(d_a, d_s + d_g, config.hidden, layer_norm=True)  # of actions, given s and a subgoal

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage, require_part
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw
 from qhyer.data.segments import MidpointSamplerConfig
@@ -74,10 +74,7 @@ class TRLConfig(AgentConfig):
         require(0.0 < self.target_rate <= 1.0, "target_rate must be above 0 and at most 1")
         require(self.alpha >= 0.0, "alpha cannot be negative")
         require(0.0 <= self.actor_p_random <= 1.0, "actor_p_random must lie between 0 and 1")
-        require(
-            len(set(self.goal_part)) == len(self.goal_part) and min(self.goal_part, default=0) >= 0,
-            "goal_part names goal coordinates by position, from 0, each once",
-        )
+        require_part(self.goal_part)
         require(1 <= self.candidates <= TABLE, f"candidates must be at least 1 and at most {TABLE}")
         require(self.flow_steps >= 1, "flow_steps must be at least 1")
 
@@ -90,10 +87,7 @@ class TRL(Agent):
 
     def __init__(self, config: TRLConfig, spec: DataSpec) -> None:
         super().__init__(config, spec)
-        part = config.goal_part or tuple(range(spec.goal_dim))
-        require(max(part) < spec.goal_dim, f"goal_part: this dataset's goals have coordinates 0 to {spec.goal_dim - 1}")
-        self.goal_indices = self.goal_indices[list(part)]
-        d_s, d_g, d_a = spec.observation_dim, len(part), spec.action_dim
+        d_s, d_g, d_a = spec.observation_dim, len(self.narrow(config.goal_part)), spec.action_dim
         # Their outputs are logits: Q = sigmoid of them.
         self.critic = Value(2, 2 * d_s + d_a, config.value_hidden)
         self.oracle_critic = Value(2, d_s + d_g + d_a, config.value_hidden)
