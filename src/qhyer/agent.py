@@ -100,7 +100,7 @@ class Agent(nn.Module, ABC):
     goal_indices: Tensor
 
     def narrow(self, goal_part: tuple[int, ...]) -> tuple[int, ...]:
-        """Goals are made of these of the dataset's goal coordinates, by position; of all when empty. -> their positions"""
+        """Goals are made of these of the dataset's goal coordinates, by position; of all when empty. -> those"""
         count = self.spec.goal_dim
         part = goal_part or tuple(range(count))
         require(max(part) < count, f"goal_part: this dataset's goals have coordinates 0 to {count - 1}")
