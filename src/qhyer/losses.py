@@ -115,3 +115,22 @@ def diagonal_nll(mean: Tensor, log_std: Tensor, target: Tensor) -> Tensor:
 def asymmetry(u: Tensor, tau: float) -> Tensor:
     """|tau - 1(u < 0)| / max(tau, 1 - tau): the expectile's weight, one on the side that counts more."""
     return torch.where(u < 0, 1.0 - tau, tau) / max(tau, 1.0 - tau)
+
+
+def discounted(rewards: Tensor, discount: float) -> Tensor:
+    """sum_u discount^u r_u over the last dimension."""
+    powers = discount ** torch.arange(rewards.shape[-1], device=rewards.device, dtype=rewards.dtype)
+    return (rewards * powers).sum(-1)
+
+
+def hl_gauss(y: Tensor, edges: Tensor, std: float) -> Tensor:
+    """Masses (..., m) that N(y, std^2), cut to the whole range, has in the bins between edges (m + 1,): a number as a
+    histogram (Imani and White, 2018). A y (...) beyond the range counts as its end."""
+    y = y.clamp(edges[0], edges[-1])[..., None]
+    below = torch.erf((edges - y) / (std * math.sqrt(2.0)))  # twice the mass below each edge, up to a constant
+    return below.diff(dim=-1) / (below[..., -1:] - below[..., :1])
+
+
+def cross_entropy(logits: Tensor, masses: Tensor) -> Tensor:
+    """-sum_i p_i log q_i over the last dimension, p the masses and q those of the logits."""
+    return -(masses * torch.log_softmax(logits, -1)).sum(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from qhyer.data import goals
 from qhyer.data.episodes import Episodes
-from qhyer.data.samplers import GoalLaw, gather
+from qhyer.data.samplers import GoalLaw, chunks, gather
 from qhyer.errors import require
+
+log = logging.getLogger(__name__)
 
 
 def segment(episodes: Episodes, rows: Tensor, goal_rows: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -122,6 +125,61 @@ class MidpointSampler:
                 data.observations,  # (B, d_s) each
                 observations=rows,
                 midpoints=middle_rows,
+                value_goals=value_rows,
+                actor_goals=actor_rows,
+            ),
+        }
+
+
+@dataclass(frozen=True)
+class ChunkSamplerConfig:
+    """I.i.d. transitions, each with the h actions from there on and two goals, one for the value, one for the actor.
+
+    A chunk ends at the value's goal: steps before it cost -1, its own row and all that follows nothing, and there is
+    nothing to bootstrap from where it is among the chunk's h rows. A goal is reached where it is the very row.
+    """
+
+    value: GoalLaw
+    actor: GoalLaw
+    chunk: int
+    """h: actions of a chunk"""
+
+    def build(self, episodes: Episodes, generator: goals.Source) -> ChunkSampler:
+        return ChunkSampler(self, episodes, generator)
+
+
+class ChunkSampler:
+    def __init__(self, config: ChunkSamplerConfig, episodes: Episodes, generator: goals.Source) -> None:
+        self.config, self.episodes, self.generator = config, episodes, generator
+        self.steps = torch.arange(config.chunk, device=episodes.device)
+        longest = int((episodes.ends - episodes.starts).max())
+        if config.chunk > longest:
+            log.warning("%s: chunks of %d, where no episode has more than %d", episodes.name, config.chunk, longest)
+
+    def sample(self, batch_size: int) -> dict[str, Tensor]:
+        data, config, generator = self.episodes, self.config, self.generator
+        shape = goals.batch_shape(generator, batch_size)
+        rows = data.transitions[goals.random_index(generator, shape, data.num_transitions)]  # (B,)
+        value_rows = config.value.draw(generator, data, rows)
+        actor_rows = config.actor.draw(generator, data, rows)
+        end = data.end_of[rows]
+        ahead = rows[..., None] + self.steps  # (B, h); beyond the end they are another episode's
+        # The goal is this step's row or an earlier one's, and the chunk's own: not before it, nor in another episode.
+        on_way = (value_rows >= rows) & (value_rows <= end)
+        reached = on_way[..., None] & (value_rows[..., None] <= ahead)
+        away = (~reached).float()
+        return {
+            "rows": rows,
+            "value_goal_rows": value_rows,
+            "actor_goal_rows": actor_rows,
+            "actions": chunks(data, rows, config.chunk),  # (B, h d_a); an episode's last action repeats
+            "valid": (ahead < end[..., None]).float(),  # (B, h) 1 where there is such a step
+            "rewards": -away,  # (B, h)
+            "masks": away[..., -1],  # (B,) 0 where the goal is one of the chunk's rows
+            **gather(
+                data.observations,  # (B, d_s) each
+                observations=rows,
+                next_observations=torch.minimum(rows + config.chunk, end),  # s_{t+h}
                 value_goals=value_rows,
                 actor_goals=actor_rows,
             ),

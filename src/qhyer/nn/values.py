@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qhyer.losses import expectile_by, gelu
+from qhyer.losses import expectile_by, gelu, hl_gauss
 from qhyer.nn.mlp import norm_kernel
 
 M = TypeVar("M", bound=nn.Module)
@@ -69,6 +69,35 @@ class Value(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.net(*inputs).squeeze(-1)
+
+
+class HistogramValue(nn.Module):
+    """V(s, g) or Q(s, g, a) as a histogram: logits (members, B, m) of m equal bins from `low` to `high`."""
+
+    def __init__(
+        self, members: int, inputs: int, hidden: Sequence[int], bins: int, low: float, high: float, sigma: float = 0.75
+    ) -> None:
+        """sigma: standard deviation, in bins, of the Gaussian that stands for a number."""
+        super().__init__()
+        self.net = Ensemble(members, inputs, hidden, bins)
+        edges = torch.linspace(low, high, bins + 1)
+        self.std = sigma * (high - low) / bins
+        self.register_buffer("edges", edges, persistent=False)
+        self.register_buffer("centres", (edges[1:] + edges[:-1]) / 2, persistent=False)
+
+    edges: Tensor
+    centres: Tensor
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.net(*inputs)
+
+    def mean(self, logits: Tensor) -> Tensor:
+        """What histograms (..., m) stand for (...)."""
+        return (logits.softmax(-1) * self.centres).sum(-1)
+
+    def histogram(self, y: Tensor) -> Tensor:
+        """Numbers (...) as histograms (..., m)."""
+        return hl_gauss(y, self.edges, self.std)
 
 
 def implicit_value_loss(
