@@ -69,6 +69,11 @@ class ChunkConfig(AgentConfig):
         require(0.0 <= self.actor_p_random <= 1.0, "actor_p_random must lie between 0 and 1")
 
 
+def fresh(chunks: Tensor) -> Tensor:
+    """Noise of this shape. Not `randn_like`: torch's compiler takes two of the same tensor for one draw."""
+    return torch.randn(chunks.shape, device=chunks.device, dtype=chunks.dtype)
+
+
 class ChunkAgent(Agent):
     config: ChunkConfig
     critic: nn.Module
@@ -110,7 +115,7 @@ class ChunkAgent(Agent):
         """alpha E[|mu(s, g, z) - F(s, g, z)|^2] per coordinate - E[Q(s, g, mu(s, g, z))], F where the flow carries the
         same noise z; F, and the chunks that Q sees, are cut to [-1, 1]."""
         s, g, steps = batch["observations"], batch["actor_goals"], self.config.flow_steps
-        noise = torch.randn_like(batch["actions"])
+        noise = fresh(batch["actions"])
         with torch.no_grad():
             taught = self.flow.carry(noise, s, g, steps=steps).clamp(-1.0, 1.0)  # (B, h d_a)
         chunks = self.propose(noise, s, g)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qhyer.agent import Batch, Metrics
-from qhyer.agents._chunks import ChunkAgent, ChunkConfig
+from qhyer.agents._chunks import ChunkAgent, ChunkConfig, fresh
 from qhyer.data.episodes import DataSpec
 from qhyer.losses import discounted, mse
 from qhyer.nn.streams import all_at_once
@@ -52,7 +52,7 @@ class QCFQL(ChunkAgent):
         Q' the target critics, a the chunk, s_h the state after it; chunks that an episode's end cuts count as none."""
         s_h, g, gamma = batch["next_observations"], batch["value_goals"], self.config.discount
         with torch.no_grad():
-            chunks = self.propose(torch.randn_like(batch["actions"]), s_h, g).clamp(-1.0, 1.0)  # (B, h d_a)
+            chunks = self.propose(fresh(batch["actions"]), s_h, g).clamp(-1.0, 1.0)  # (B, h d_a)
             after = self.target_critic(s_h, g, chunks).mean(0)  # (B,)
             y = discounted(batch["rewards"], gamma) + gamma**self.config.chunk * batch["masks"] * after
         q = self.critic(batch["observations"], g, batch["actions"])  # (2, B)
