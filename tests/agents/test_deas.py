@@ -134,16 +134,21 @@ def test_the_compiler_can_follow(tiny_agent, batch_of):
         torch.testing.assert_close(followed, value)
 
 
-def test_the_support_begins_where_no_goal_is_ever_reached():
+def test_the_support_begins_where_no_goal_is_ever_reached(tiny_agent):
     """The fixed point of V = -(1 + g1 + ... + g1^(h-1)) + g2^h V; -1 / (1 - gamma) with one discount."""
-    low, high = DEASConfig(chunk=8, reward_discount=0.9, discount=0.999).support()
     v = 0.0
     for _ in range(20_000):
         v = -sum(0.9**u for u in range(8)) + 0.999**8 * v
-    assert low == pytest.approx(v) and high == 0.0
-    for chunk in (1, 4):
-        assert DEASConfig(chunk=chunk, reward_discount=0.99, discount=0.99).support()[0] == pytest.approx(-100.0)
-    assert DEASConfig(lowest=-7.0).support() == (-7.0, 0.0)
+    expected = {
+        v: dict(chunk=8, reward_discount=0.9, discount=0.999),
+        -100.0: dict(chunk=4, reward_discount=0.99, discount=0.99),
+        -7.0: dict(lowest=-7.0),
+    }
+    for low, options in expected.items():
+        agent = tiny_agent("deas", bins=11, **options)
+        for net in (agent.value, agent.critic, agent.target_critic):
+            torch.testing.assert_close(net.edges, torch.linspace(low, 0.0, 12))
+            assert net.std == pytest.approx(-0.75 * low / 11)
 
 
 def test_presets():

@@ -58,11 +58,10 @@ class DEASConfig(ChunkConfig):
         require(self.sigma > 0.0, "sigma must be positive")
         require(self.lowest is None or self.lowest < 0.0, "lowest must be negative")
 
-    def support(self) -> tuple[float, float]:
-        """From the return of never reaching a goal to that of being there. It is -1 / (1 - gamma), the authors' for
-        robots, where both discounts are gamma."""
-        never = -sum(self.reward_discount**u for u in range(self.chunk)) / (1.0 - self.discount**self.chunk)
-        return never if self.lowest is None else self.lowest, 0.0
+    def never(self) -> float:
+        """The least return there can be, that of never reaching a goal: -1 / (1 - gamma), which is where the authors'
+        histograms for robots begin, if both discounts are gamma."""
+        return -sum(self.reward_discount**u for u in range(self.chunk)) / (1.0 - self.discount**self.chunk)
 
 
 class DEAS(ChunkAgent):
@@ -72,7 +71,8 @@ class DEAS(ChunkAgent):
 
     def __init__(self, config: DEASConfig, spec: DataSpec) -> None:
         super().__init__(config, spec)
-        histograms = config.value_hidden, config.bins, *config.support(), config.sigma
+        low = config.never() if config.lowest is None else config.lowest
+        histograms = config.value_hidden, config.bins, low, 0.0, config.sigma
         self.value = HistogramValue(1, self.pair, *histograms)
         self.critic: HistogramValue = HistogramValue(2, self.pair + self.size, *histograms)
         self.target_critic = target_of(self.critic)
