@@ -19,8 +19,9 @@ PRESETS = {
         ],
         *[
             Rule(f"{kind}-*", "not published: FQL's alpha (seohongpark/fql README at 719d044)", dict(alpha=10.0))
-            for kind in ("antmaze", "antsoccer", "pointmaze")
+            for kind in ("antmaze", "antsoccer")
         ],
+        Rule("pointmaze-*", "not published: as ant mazes have it", dict(alpha=10.0)),
         Rule("antsoccer-*", "not published: FQL's discount (at 719d044)", dict(discount=0.995)),
         Rule("humanoidmaze-*", "not published: FQL's (seohongpark/fql at 719d044)", dict(alpha=30.0, discount=0.995)),
         Rule("*maze-giant-*", "not published: FQL's discount of antmaze-giant (at 719d044)", dict(discount=0.995)),
