@@ -123,7 +123,22 @@ def test_no_graph_is_tried_where_none_is_asked_for(tiny_config, point_world, tmp
 
 # ------------------------------------------------------------------------------------------------------- compiling
 
-SMALL = ("gcbc", "gcivl", "gciql", "qrl", "crl", "hiql", "saw", "ota", "eik_hiqrl", "nf_gcbc", "sharsa", "trl")
+SMALL = (
+    "gcbc",
+    "gcivl",
+    "gciql",
+    "qrl",
+    "crl",
+    "hiql",
+    "saw",
+    "ota",
+    "eik_hiqrl",
+    "nf_gcbc",
+    "sharsa",
+    "trl",
+    "qc_fql",
+    "deas",
+)
 
 
 def numbers(run):

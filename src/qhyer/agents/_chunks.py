@@ -24,7 +24,7 @@ from qhyer.data.samplers import GoalLaw
 from qhyer.data.segments import ChunkSamplerConfig
 from qhyer.errors import require
 from qhyer.nn.chance import first_row
-from qhyer.nn.matching import Velocity
+from qhyer.nn.matching import Velocity, fresh
 from qhyer.nn.mlp import MLP
 from qhyer.nn.values import follow, frozen
 
@@ -67,11 +67,6 @@ class ChunkConfig(AgentConfig):
         require(min(self.value_p_current, self.value_p_random) >= 0.0, "chances of goals cannot be negative")
         require(self.value_p_current + self.value_p_random <= 1.0, "the value's chances of goals exceed one")
         require(0.0 <= self.actor_p_random <= 1.0, "actor_p_random must lie between 0 and 1")
-
-
-def fresh(chunks: Tensor) -> Tensor:
-    """Noise of this shape. Not `randn_like`: torch's compiler takes two of the same tensor for one draw."""
-    return torch.randn(chunks.shape, device=chunks.device, dtype=chunks.dtype)
 
 
 class ChunkAgent(Agent):

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from qhyer.agent import Batch, Metrics
-from qhyer.agents._chunks import ChunkAgent, ChunkConfig, fresh
+from qhyer.agents._chunks import ChunkAgent, ChunkConfig
 from qhyer.data.episodes import DataSpec
 from qhyer.losses import discounted, mse
+from qhyer.nn.matching import fresh
 from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Value, spread, target_of
 

@@ -14,6 +14,11 @@ from torch import Tensor, nn
 from qhyer.nn.mlp import MLP
 
 
+def fresh(like: Tensor) -> Tensor:
+    """Noise of this shape. Not `randn_like`: torch's compiler takes two of the same tensor for one draw."""
+    return torch.randn(like.shape, device=like.device, dtype=like.dtype)
+
+
 class Velocity(nn.Module):
     """v(x, t | c): (..., d), (..., 1) and conditions (..., d_1), (..., d_2), ... -> (..., d)."""
 
@@ -29,7 +34,7 @@ class Velocity(nn.Module):
     def errors(self, sample: Tensor, *conditions: Tensor) -> Tensor:
         """(v(x_t, t | c) - (x1 - x0))^2 (..., d) of samples x1 (..., d), with noise and time drawn anew: its mean is
         the loss."""
-        noise, t = torch.randn_like(sample), torch.rand_like(sample[..., :1])
+        noise, t = fresh(sample), torch.rand(sample[..., :1].shape, device=sample.device, dtype=sample.dtype)
         return (self(torch.lerp(noise, sample, t), t, *conditions) - (sample - noise)).square()
 
     def carry(self, noise: Tensor, *conditions: Tensor, steps: int = 10) -> Tensor:
