@@ -213,7 +213,8 @@ def test_the_manifest_has_every_cell(suite):
     found = read(ROOT / "docs" / "examples" / f"{suite.name}.toml")
     cells = {(cell.agent, cell.preset, cell.dataset, cell.seed): cell for cell in found}
     assert len(cells) == len(found)
-    for agent in ("qhyer", "gcbc", "gcivl", "gciql", "qrl", "crl", "hiql", "saw", "ota", "eik_hiqrl", "nf_gcbc"):
+    newer = ("saw", "ota", "eik_hiqrl", "nf_gcbc", "trl", "sharsa", "qc_fql", "deas")
+    for agent in ("qhyer", "gcbc", "gcivl", "gciql", "qrl", "crl", "hiql", *newer):
         assert {dataset for name, _, dataset, _ in cells if name == agent} == set(suite.datasets), agent
     records = ROOT / "results" / suite.name
     with open(records / "summary.csv", newline="") as file:
