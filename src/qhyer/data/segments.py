@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from qhyer.data.samplers import GoalLaw, chunks, gather
 from qhyer.errors import require
 
 log = logging.getLogger(__name__)
+
+ROWS, WINDOW = 1024, 1024  # states that look ahead at a time, and how far
 
 
 def segment(episodes: Episodes, rows: Tensor, goal_rows: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -183,4 +186,59 @@ class ChunkSampler:
                 value_goals=value_rows,
                 actor_goals=actor_rows,
             ),
+        }
+
+
+def first_beyond(episodes: Episodes, places: Tensor, distance: float) -> Tensor:
+    """For each row (N,), the first later one of its episode whose place (N, d) is at least this far from its own; the
+    final state where none is."""
+    beyond = episodes.end_of.clone()
+    for start, end in zip(episodes.starts.tolist(), episodes.ends.tolist()):
+        for first in range(start, end, ROWS):
+            here = slice(first, min(first + ROWS, end))
+            own = places[here].double()
+            for window in range(first + 1, end + 1, WINDOW):
+                ahead = places[window : min(window + WINDOW, end + 1)].double()
+                far = torch.cdist(own, ahead, compute_mode="use_mm_for_euclid_dist") >= distance
+                far = far.triu(first + 1 - window)  # what comes later: row first + i, column window + j
+                found = torch.where(far.any(1), window + far.byte().argmax(1), end)
+                beyond[here] = torch.minimum(beyond[here], found)
+                if bool((beyond[here] < end).all()):
+                    break
+    return beyond
+
+
+@dataclass(frozen=True)
+class DirectionSamplerConfig:
+    """I.i.d. transitions and the places of their states, and of a state geometrically far ahead, but no farther than
+    the first one at some distance: what to head for."""
+
+    embed: Callable[[Tensor], Tensor]
+    """observations (N, d_s) -> places (N, d), of all rows at once, when the sampler is built"""
+    distance: float
+    """how far ahead, at most"""
+    discount: float
+    """of the geometric law"""
+
+    def build(self, episodes: Episodes, generator: torch.Generator) -> DirectionSampler:
+        return DirectionSampler(self, episodes, generator)
+
+
+class DirectionSampler:
+    def __init__(self, config: DirectionSamplerConfig, episodes: Episodes, generator: torch.Generator) -> None:
+        self.config, self.episodes, self.generator = config, episodes, generator
+        self.places = config.embed(episodes.observations)  # (N, d)
+        self.beyond = first_beyond(episodes, self.places, config.distance)  # (N,)
+
+    def sample(self, batch_size: int) -> dict[str, Tensor]:
+        data, generator = self.episodes, self.generator
+        rows = data.transitions[goals.random_index(generator, (batch_size,), data.num_transitions)]  # (B,)
+        steps = goals.geometric_steps(generator, (batch_size,), self.config.discount)
+        goal_rows = torch.minimum(rows + steps, self.beyond[rows])
+        return {
+            "rows": rows,
+            "goal_rows": goal_rows,
+            "actions": data.actions[rows],  # (B, d_a)
+            **gather(data.observations, observations=rows, next_observations=rows + 1),  # (B, d_s) each
+            **gather(self.places, places=rows, next_places=rows + 1, goal_places=goal_rows),  # (B, d) each
         }

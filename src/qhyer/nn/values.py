@@ -100,6 +100,24 @@ class HistogramValue(nn.Module):
         return hl_gauss(y, self.edges, self.std)
 
 
+class Metric(nn.Module):
+    """V_j(s, g) = -|psi_j(s) - psi_j(g)|: a value that is a distance of places, (members, B)."""
+
+    def __init__(self, members: int, inputs: int, hidden: Sequence[int], width: int, layer_norm: bool = True) -> None:
+        """width: of a place psi(s)."""
+        super().__init__()
+        self.net = Ensemble(members, inputs, hidden, width, layer_norm)
+
+    def forward(self, observations: Tensor, goals: Tensor) -> Tensor:
+        here, there = self.net(torch.cat([observations, goals])).chunk(2, dim=1)  # (members, B, width)
+        # A thousandth at least: the root has no slope at zero.
+        return -(here - there).square().sum(-1).clamp(min=1e-6).sqrt()
+
+    def place(self, observations: Tensor) -> Tensor:
+        """psi(s) of the first member: (B, width)."""
+        return self.net(observations)[0]
+
+
 def implicit_value_loss(
     name: str,
     value: nn.Module,
