@@ -16,7 +16,7 @@ from qhyer.errors import require
 
 log = logging.getLogger(__name__)
 
-ROWS, WINDOW = 1024, 1024  # states that look ahead at a time, and how far
+ROWS, WINDOW = 256, 512  # states that look ahead at a time, and how far, unless that is not far enough
 
 
 def segment(episodes: Episodes, rows: Tensor, goal_rows: Tensor, steps: int) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ def cluster(places: Tensor, radius: float) -> Tensor:
 
 
 def centres(places: Tensor, owner: Tensor) -> Tensor:
-    """The mean place of each cluster (n, d). Summed on the CPU, in order: on a GPU, sums would differ from run to run."""
+    """The mean place of each cluster (n, d). Summed on the CPU, in order: a GPU's sums differ from run to run."""
     places, owner = places.double().cpu(), owner.cpu()
     sizes = torch.bincount(owner)
     sums = places.new_zeros(len(sizes), places.shape[1]).index_add_(0, owner, places)
@@ -141,9 +141,9 @@ def neighbour_list(nodes: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
 # -------------------------------------------------------------------------------------------------------- the graph
 
 
-def settled(open: Tensor) -> bool:
-    """Whether nothing is open any more. Only the CPU looks: on a GPU one would have to wait, and could not capture."""
-    return not open.is_cuda and not bool(open.any())
+def settled(unsettled: Tensor) -> bool:
+    """Whether nothing is left to do. Only the CPU looks: on a GPU one would have to wait, and could not capture."""
+    return not unsettled.is_cuda and not bool(unsettled.any())
 
 
 class Graph(nn.Module):
