@@ -254,13 +254,16 @@ def load(name: str | Path, device: str = "cpu") -> tuple[Agent, dict[str, Any]]:
         state = load_file(file)
     except SafetensorError as error:
         raise CorruptFile(f"{file} cannot be read: {error}") from error
-    wanted = {name: value.shape for name, value in agent.acting_state().items()}
-    if wanted != {name: value.shape for name, value in state.items()}:
+    try:
+        agent.load_state_dict(state, strict=False)  # bf16 becomes float32 here: every value as it was stored
+        fits = agent.acting_state().keys() == state.keys()
+    except RuntimeError:  # another shape; what an agent learns the size of makes room for it
+        fits = False
+    if not fits:
         raise UserError(
             f"{file} does not hold what {about['agent']} acts with in this version: "
             f"it was written by qhyer {(about['versions'] or {}).get('qhyer', 'unknown')}"
         )
-    agent.load_state_dict(state, strict=False)  # bf16 becomes float32 here: every value as it was stored
     return agent.to(device).eval(), about
 
 

@@ -31,6 +31,7 @@ SWITCHES = {
         dict(past_q="critic", action_head="best_of_mixture"),
     ],
     "eik_hiqrl": [dict(coordinates=2), dict(encoding=2, low_actor_rep_grad=True, actor_p_random=0.5)],
+    "gas": [dict(reach=1, efficiency=-1.0)],
     "gcbc": [dict(discount=0.9)],
     "gcivl": [dict(actor_p_random=0.5)],
     "qrl": [dict(actor_p_random=1.0)],

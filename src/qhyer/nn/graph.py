@@ -13,14 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BLOCK = 2048  # places that are compared with all others at a time
-LIMIT = 2**26  # numbers in one round of relaxation: 256 MB
+BLOCK = 1024  # places that are compared with as many others at a time
+LIMIT = {"cpu": 2**20, "cuda": 2**26}  # numbers at a time when ways are compared: what a cache holds, or 256 MB
 TINY = 1e-10
 
 
 def apart(a: Tensor, b: Tensor) -> Tensor:
     """Distances of all pairs (n, d), (m, d) -> (n, m), in double precision, by a product of matrices."""
     return torch.cdist(a.double(), b.double(), compute_mode="use_mm_for_euclid_dist")
+
+
+def nearest(places: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """How far the nearest of the others is (n,), in double precision, and which it is (n,): of several, the first."""
+    places = places.double()
+    low = places.new_full((len(places),), torch.inf)
+    which = torch.zeros(len(places), dtype=torch.long, device=places.device)
+    for first in range(0, len(others), BLOCK):
+        block = others[first : first + BLOCK].double()
+        score, at = torch.addmm(block.square().sum(1), places, block.T, alpha=-2.0).min(1)  # |b|^2 - 2 a'b
+        lower = score < low
+        low, which = torch.where(lower, score, low), torch.where(lower, at + first, which)
+    return (low + places.square().sum(1)).clamp(min=0.0).sqrt(), which
 
 
 def direction(start: Tensor, end: Tensor) -> Tensor:
@@ -55,17 +68,14 @@ def cluster(places: Tensor, radius: float) -> Tensor:
     seeds = places[:0].double()
     found = []
     for block in places.double().split(BLOCK):
-        if len(seeds):
-            nearest, owner = apart(block, seeds).min(1)
-        else:
-            nearest, owner = block.new_full((len(block),), torch.inf), torch.zeros(len(block)).long().to(block.device)
+        away, owner = nearest(block, seeds)
         born: list[int] = []
-        while bool((far := nearest > radius).any()):
-            first = int(far.int().argmax())
+        while bool((far := away > radius).any()):
+            first = int(far.byte().argmax())
             distance = torch.linalg.vector_norm(block - block[first], dim=-1)
-            closer = distance < nearest
+            closer = distance < away
             closer[:first] = False  # those before it did not know of it
-            nearest = torch.where(closer, distance, nearest)
+            away = torch.where(closer, distance, away)
             owner = torch.where(closer, len(seeds) + len(born), owner)
             born.append(first)
         seeds = torch.cat([seeds, block[born]])
@@ -87,10 +97,9 @@ def centres(places: Tensor, owner: Tensor) -> Tensor:
 def pairs_within(nodes: Tensor, radius: float) -> Tensor:
     """All pairs of different nodes (E, 2), both ways, at a distance of at most the radius."""
     found = []
-    for first, block in enumerate(nodes.split(BLOCK)):
-        near = apart(block, nodes) <= radius
-        pairs = near.nonzero()
-        pairs[:, 0] += first * BLOCK
+    for first in range(0, len(nodes), BLOCK):
+        pairs = (apart(nodes[first : first + BLOCK], nodes) <= radius).nonzero()
+        pairs[:, 0] += first
         found.append(pairs[pairs[:, 0] != pairs[:, 1]])
     return torch.cat(found)
 
@@ -109,15 +118,15 @@ def components(count: int, pairs: Tensor) -> Tensor:
 def bridges(nodes: Tensor, label: Tensor) -> Tensor:
     """Pairs (b, 2), one way, that join the components: from what node 0 reaches, always to the nearest of the rest."""
     fresh = inside = label == label[0]
-    nearest = torch.full((len(nodes),), torch.inf, dtype=torch.float64, device=nodes.device)
+    away = torch.full((len(nodes),), torch.inf, dtype=torch.float64, device=nodes.device)
     via = torch.zeros_like(label)
     found = []
     while not bool(inside.all()):
-        for rows in fresh.nonzero().squeeze(1).split(BLOCK):
-            distance, which = apart(nodes, nodes[rows]).min(1)
-            closer = distance < nearest
-            nearest, via = torch.where(closer, distance, nearest), torch.where(closer, rows[which], via)
-        out = nearest.masked_fill(inside, torch.inf).argmin()
+        rows = fresh.nonzero().squeeze(1)
+        distance, which = nearest(nodes, nodes[rows])
+        closer = distance < away
+        away, via = torch.where(closer, distance, away), torch.where(closer, rows[which], via)
+        out = away.masked_fill(inside, torch.inf).argmin()
         found.append(torch.stack([via[out], out]))
         fresh = label == label[out]
         inside = inside | fresh
@@ -196,19 +205,20 @@ class Graph(nn.Module):
     def _relax(self, distance: Tensor, following: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
         """Bellman and Ford's: in each round every node asks its neighbours. Who comes next changes only where that is
         strictly nearer, so that ways of no length do not become circles. (m, n), (m, n) -> the same."""
-        size = max(1, LIMIT // self.lengths.numel())
-        if len(distance) > size:
-            halves = [self._relax(*part, rounds) for part in zip(distance.split(size), following.split(size))]
-            return torch.cat([d for d, _ in halves]), torch.cat([f for _, f in halves])
-        rows = torch.arange(len(self), device=distance.device)
+        distance, following = distance.T.contiguous(), following.T  # (n, m): what a neighbour knows lies together
+        size = max(1, LIMIT[distance.device.type] // (self.lengths.shape[1] * distance.shape[1]))
+        blocks = list(zip(self.neighbours.split(size), self.lengths[..., None].split(size)))
         for _ in range(rounds):
-            best, which = (distance[:, self.neighbours] + self.lengths).min(-1)  # (m, n)
+            found = [
+                (distance.index_select(0, who.flatten()).unflatten(0, who.shape) + far).min(1) for who, far in blocks
+            ]
+            best, which = (torch.cat(parts) for parts in zip(*found))  # (n, m)
             nearer = best < distance
             if settled(nearer):
                 break
             distance = torch.where(nearer, best, distance)
-            following = torch.where(nearer, self.neighbours[rows, which], following)
-        return distance, following
+            following = torch.where(nearer, self.neighbours.gather(1, which), following)
+        return distance.T, following.T
 
     # ---------------------------------------------------------------------------------------------------- acting
 
