@@ -140,7 +140,7 @@ def neighbour_list(nodes: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
     place = torch.arange(len(pairs), device=pairs.device) - (count.cumsum(0) - count)[pairs[:, 0]]
     width = max(1, int(count.max()))
     neighbours = pairs.new_zeros(len(nodes), width)
-    lengths = torch.full((len(nodes), width), torch.inf, device=nodes.device)
+    lengths = torch.full((len(nodes), width), torch.inf, dtype=torch.float32, device=nodes.device)
     neighbours[pairs[:, 0], place] = pairs[:, 1]
     ends = nodes.double()[pairs]  # (E, 2, d)
     lengths[pairs[:, 0], place] = torch.linalg.vector_norm(ends[:, 0] - ends[:, 1], dim=-1).float()
@@ -196,9 +196,11 @@ class Graph(nn.Module):
         self.neighbours, self.lengths = neighbour_list(nodes, torch.cat([pairs, joints, joints.flip(1)]))
         # Two hops in a row are longer than the radius, or one would do: a way of m hops is longer than floor(m / 2)
         # radii. No two nodes are farther apart than both from node 0 together, and a goal is one hop from a node.
-        first = torch.full((1, len(nodes)), torch.inf, device=nodes.device)
+        first = self.lengths.new_full((1, len(nodes)), torch.inf)
         first[0, 0] = 0.0
-        distance, _ = self._relax(first, torch.zeros_like(first, dtype=torch.long), len(nodes))
+        distance = self._relax(first, torch.zeros_like(first, dtype=torch.long), 64)[0]
+        while not torch.equal(first, distance):
+            first, distance = distance, self._relax(distance, torch.zeros_like(first, dtype=torch.long), 64)[0]
         self.hops = 2 * math.ceil(2.0 * float(distance.max()) / radius) + 2
         self.most = torch.tensor(self.hops, device=nodes.device)
 
