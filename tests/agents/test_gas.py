@@ -100,7 +100,7 @@ def test_no_distance_has_no_gradient():
 
 def test_distance_loss_by_hand():
     """As HIQL's test works it: weight 0.7 on (-2 + 1.5)^2 + (-3 + 3)^2, and 0.3 on 1.5^2 + 2^2; reached, nothing."""
-    agent = on_map(line(), discount=0.5, distance_expectile=0.7)
+    agent = on_map(line(), discount=0.5, distance_expectile=0.7, expectile=0.6)
     agent.distance, agent.target_distance = Distance(0.5, 1.0), Distance(1.0, 2.0)
     batch = {
         "observations": column(0.0, 0.0, 3.0),
@@ -249,6 +249,14 @@ def test_states_that_turn_back_make_no_nodes():
     for agent in (whole, some):
         agent.build_graph(data)
     assert not torch.equal(whole.graph.nodes, some.graph.nodes)
+
+
+def test_no_map_of_places_that_are_none(tiny_agent, point_world):
+    agent = tiny_agent("gas")
+    with torch.no_grad():
+        agent.distance.net.biases[-1][:] = torch.nan
+    with pytest.raises(UserError, match="diverged"):
+        agent.build_graph(point_world)
 
 
 # ------------------------------------------------------------------------------------------------------------- acting
