@@ -120,20 +120,6 @@ def test_the_target_follows_the_critic(tiny_agent, shake, batch_of):
         torch.testing.assert_close(now, 0.25 * online + 0.75 * old)
 
 
-def test_the_compiler_can_follow(tiny_agent, batch_of):
-    agent = tiny_agent("deas")
-    batch = batch_of(agent)
-    found = []
-    for loss in (agent.loss, torch.compile(agent.loss, fullgraph=True, dynamic=False, backend="aot_eager")):
-        agent.zero_grad()
-        torch.manual_seed(0)
-        total, _ = loss(batch)
-        total.backward()
-        found.append([total.detach(), *(p.grad for p in agent.parameters() if p.grad is not None)])
-    for value, followed in zip(*found, strict=True):
-        torch.testing.assert_close(followed, value)
-
-
 def test_the_support_begins_where_no_goal_is_ever_reached(tiny_agent):
     """The fixed point of V = -(1 + g1 + ... + g1^(h-1)) + g2^h V; -1 / (1 - gamma) with one discount."""
     v = 0.0

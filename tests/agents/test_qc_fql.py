@@ -164,20 +164,6 @@ def test_goals_and_chunks_that_are_drawn(tiny_agent):
     assert sampler.value == GoalLaw(0.2, 0.5, 0.3, 0.9) and sampler.actor == GoalLaw(0.0, 0.75, 0.25)
 
 
-def test_the_compiler_can_follow(tiny_agent, batch_of):
-    agent = tiny_agent("qc_fql")
-    batch = batch_of(agent)
-    found = []
-    for loss in (agent.loss, torch.compile(agent.loss, fullgraph=True, dynamic=False, backend="aot_eager")):
-        agent.zero_grad()
-        torch.manual_seed(0)
-        total, _ = loss(batch)
-        total.backward()
-        found.append([total.detach(), *(p.grad for p in agent.parameters() if p.grad is not None)])
-    for value, followed in zip(*found, strict=True):
-        torch.testing.assert_close(followed, value)
-
-
 @pytest.mark.parametrize("name", ["qc_fql", "deas"])
 def test_values_stay_in_full_precision(name, tiny_agent, batch_of, shake):
     """In bf16 the flow and the actor are coarser; the critic's loss, whose chunks after are the actor's, is near."""
