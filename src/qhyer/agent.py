@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,33 @@ Batch = dict[str, Tensor]
 Metrics = dict[str, Tensor]
 Memory = dict[str, Tensor]
 """What an agent remembers of the episodes under way: tensors whose first dimension is the episode."""
+
+
+Range = tuple[Callable[[Any], bool], str]
+_COUNT: Range = (lambda x: x >= 1, "must be at least 1")
+_SIZE: Range = (lambda x: x > 0, "must be positive")
+_WEIGHT: Range = (lambda x: x >= 0, "cannot be negative")
+_CHANCE: Range = (lambda x: 0.0 <= x <= 1.0, "must lie between 0 and 1")
+_LEVEL: Range = (lambda x: 0.0 < x < 1.0, "must lie between 0 and 1")
+_SHARE: Range = (lambda x: 0.0 <= x < 1.0, "must be at least 0 and below 1")
+_RATE: Range = (lambda x: 0.0 < x <= 1.0, "must be above 0 and at most 1")
+RANGES: dict[str, Range] = {
+    **dict.fromkeys(("steps", "batch_size", "context", "width", "layers", "chunk", "candidates"), _COUNT),
+    **dict.fromkeys(("representation", "subgoal_steps", "option_steps", "distance_steps", "flow_steps"), _COUNT),
+    **dict.fromkeys(("flow_blocks", "flow_channels", "encoder_width", "encoder_layers"), _COUNT),
+    **dict.fromkeys(("learning_rate", "grad_clip"), _SIZE),
+    **dict.fromkeys(("alpha", "alpha_low", "alpha_high", "warmup", "tolerance"), _WEIGHT),
+    **dict.fromkeys(("p_current", "p_random", "value_p_current", "value_p_random", "actor_p_random"), _CHANCE),
+    **dict.fromkeys(("discount", "dropout"), _SHARE),
+    "expectile": _LEVEL,
+    "target_rate": _RATE,
+    "goal_part": (
+        lambda part: len(set(part)) == len(part) and min(part, default=0) >= 0,
+        "names goal coordinates by position, from 0, each once",
+    ),
+}
+"""What agents' settings of these names may be. They mean the same wherever they occur; what is an agent's own, it
+checks itself. None is always allowed, where a setting can be that."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +61,13 @@ class AgentConfig:
     """of the optimiser, before any schedule"""
 
     def __post_init__(self) -> None:
-        require(self.steps >= 1, "steps must be at least 1")
-        require(self.batch_size >= 1, "batch_size must be at least 1")
-        require(self.learning_rate > 0.0, "learning_rate must be positive")
-
-
-def require_part(goal_part: tuple[int, ...]) -> None:
-    """Of a configuration that names some of a dataset's goal coordinates: by position, each once."""
-    once = len(set(goal_part)) == len(goal_part) and min(goal_part, default=0) >= 0
-    require(once, "goal_part names goal coordinates by position, from 0, each once")
+        for name, value in vars(self).items():
+            if name in RANGES and value is not None:
+                holds, text = RANGES[name]
+                require(holds(value), f"{name} {text}")
+        for current, anywhere in (("p_current", "p_random"), ("value_p_current", "value_p_random")):
+            both = getattr(self, current, 0.0) + getattr(self, anywhere, 0.0)
+            require(both <= 1.0, f"{current} and {anywhere} exceed one")
 
 
 class Sampler(Protocol):

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import math
 import re
 import typing
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from qhyer import agents, checkpoint, presets
+from qhyer.agent import RANGES
 from qhyer.agents.qhyer import LUCK_ROWS
 from qhyer.config import from_dict, to_dict
+from qhyer.errors import UserError
 from qhyer.nn.chance import first_row
 from qhyer.train import Update
 
@@ -516,3 +519,35 @@ def test_schedule_warms_up_and_falls(tiny_agent):
     assert schedule(10) == pytest.approx(1.0) and schedule(60) == pytest.approx(0.5)
     assert schedule(109) == pytest.approx(0.0, abs=1e-3)
     assert tiny_agent("qhyer").stages()[0].schedule is None
+
+
+# What a setting of such a name cannot be, whoever has it; by what is said of it.
+WRONG = {
+    "must be at least 1": (0, -3),
+    "must be positive": (0.0, -1.0),
+    "cannot be negative": (-0.1,),
+    "must lie between 0 and 1": (-0.1, 1.1, math.nan),
+    "must be at least 0 and below 1": (-0.1, 1.0, math.nan),
+    "must be above 0 and at most 1": (0.0, 1.1),
+    "names goal coordinates by position, from 0, each once": ((1, 1), (-1,)),
+}
+
+
+@every_agent
+def test_settings_have_their_ranges(name):
+    config = agents.load(name).Config
+    mine = {field.name for field in dataclasses.fields(config)} & set(RANGES)
+    assert {"steps", "batch_size", "learning_rate"} <= mine
+    for field in mine:
+        for value in WRONG[RANGES[field][1]]:
+            with pytest.raises(UserError, match=f"^{field} {RANGES[field][1]}"):
+                config(**{field: value})
+    for prefix in ("", "value_"):
+        if {f"{prefix}p_current", f"{prefix}p_random"} <= mine:
+            with pytest.raises(UserError, match="exceed one"):
+                config(**{f"{prefix}p_current": 0.6, f"{prefix}p_random": 0.5})
+
+
+def test_every_range_is_of_some_agent():
+    known = {field.name for name in agents.names() for field in dataclasses.fields(agents.load(name).Config)}
+    assert set(RANGES) <= known and {text for _, text in RANGES.values()} == set(WRONG)

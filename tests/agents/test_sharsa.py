@@ -312,7 +312,7 @@ def test_only_goal_coordinates_are_seen_of_goals(tiny_agent, batch_of, point_wor
         (dict(discount=1.0), "discount"),
         (dict(target_rate=0.0), "target_rate"),
         (dict(value_p_current=0.8), "exceed one"),
-        (dict(value_p_random=-0.1), "negative"),
+        (dict(value_p_random=-0.1), "value_p_random must lie between"),
         (dict(actor_p_random=1.1), "actor_p_random"),
         (dict(goal_part=(0, 0)), "each once"),
         (dict(goal_part=(-1,)), "by position"),

@@ -22,7 +22,6 @@ from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw
 from qhyer.data.segments import ChunkSamplerConfig
-from qhyer.errors import require
 from qhyer.nn.chance import first_row
 from qhyer.nn.matching import Velocity, fresh
 from qhyer.nn.mlp import MLP
@@ -57,16 +56,6 @@ class ChunkConfig(AgentConfig):
     """chance that it is any row of the dataset; otherwise it lies ahead in the episode"""
     actor_p_random: float = 0.0
     """chance that an actor's goal is any row; otherwise it lies ahead in the episode"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.chunk >= 1 and self.flow_steps >= 1, "chunk and flow_steps must be at least 1")
-        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
-        require(self.alpha >= 0.0, "alpha cannot be negative")
-        require(0.0 < self.target_rate <= 1.0, "target_rate must be above 0 and at most 1")
-        require(min(self.value_p_current, self.value_p_random) >= 0.0, "chances of goals cannot be negative")
-        require(self.value_p_current + self.value_p_random <= 1.0, "the value's chances of goals exceed one")
-        require(0.0 <= self.actor_p_random <= 1.0, "actor_p_random must lie between 0 and 1")
 
 
 class ChunkAgent(Agent):

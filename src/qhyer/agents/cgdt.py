@@ -56,7 +56,6 @@ class CGDTConfig(SequenceConfig):
         for name in ("critic_expectile", "policy_expectile"):
             require(0.0 < getattr(self, name) < 1.0, f"{name} must lie between 0 and 1")
         require(self.acting_steps >= 1 and self.rise >= 1, "acting_steps and rise must be at least 1")
-        require(self.alpha >= 0.0, "alpha cannot be negative")
 
 
 class CGDT(ReturnConditioned):

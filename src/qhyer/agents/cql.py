@@ -68,13 +68,8 @@ class CQLConfig(AgentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
-        require(0.0 < self.target_rate <= 1.0, "target_rate must lie between 0 and 1")
         require(self.samples >= 1 and self.weight > 0.0, "samples and weight must be positive")
         require(self.policy_learning_rate > 0.0, "policy_learning_rate must be positive")
-        require(min(self.p_current, self.p_random) >= 0.0, "chances of goals cannot be negative")
-        require(self.p_current + self.p_random <= 1.0, "the chances of goals exceed one")
-        require(self.tolerance >= 0.0, "tolerance cannot be negative")
 
 
 class CQL(Agent):

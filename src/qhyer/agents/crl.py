@@ -52,8 +52,6 @@ class CRLConfig(AgentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.latent_dim >= 1, "latent_dim must be at least 1")
-        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
-        require(0.0 <= self.actor_p_random <= 1.0, "actor_p_random must lie between 0 and 1")
         require(self.q_floor is None or math.isfinite(self.q_floor), "q_floor must be a number, such as -13.8")
 
 

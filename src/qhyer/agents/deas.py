@@ -53,7 +53,6 @@ class DEASConfig(ChunkConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0.0 <= self.reward_discount <= 1.0, "reward_discount must lie between 0 and 1")
-        require(0.0 < self.expectile < 1.0, "expectile must lie between 0 and 1")
         require(self.bins >= 2, "bins must be at least 2")
         require(self.sigma > 0.0, "sigma must be positive")
         require(self.lowest is None or self.lowest < 0.0, "lowest must be negative")

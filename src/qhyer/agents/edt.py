@@ -55,7 +55,6 @@ class EDTConfig(SequenceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         heads_fit(self.width, self.heads)
-        require(0.0 < self.expectile < 1.0, "expectile must lie between 0 and 1")
         require(self.bins >= 2 and self.stride >= 1, "bins must be at least 2 and stride at least 1")
 
 

@@ -77,14 +77,6 @@ class EikHiQRLConfig(AgentConfig):
         super().__post_init__()
         require(self.latent_dim >= 1 and self.latent_dim % INTERVALS == 0, f"latent_dim: a multiple of {INTERVALS}")
         require(self.coordinates >= 0 and self.encoding >= 0, "coordinates and encoding cannot be negative")
-        require(self.representation >= 1 and self.subgoal_steps >= 1, "representation, subgoal_steps: at least 1")
-        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
-        require(0.0 < self.expectile < 1.0, "expectile must lie between 0 and 1")
-        require(0.0 < self.target_rate <= 1.0, "target_rate must be above 0 and at most 1")
-        require(self.alpha_low >= 0.0 and self.alpha_high >= 0.0, "alpha_low and alpha_high cannot be negative")
-        require(0.0 <= self.actor_p_random <= 1.0, "actor_p_random must lie between 0 and 1")
-        require(min(self.value_p_current, self.value_p_random) >= 0.0, "chances of goals cannot be negative")
-        require(self.value_p_current + self.value_p_random <= 1.0, "the value's chances of goals exceed one")
 
 
 def slopes(function: Callable[[Tensor], Tensor], s: Tensor) -> tuple[Tensor, Tensor]:

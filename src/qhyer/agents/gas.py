@@ -65,15 +65,9 @@ class GASConfig(AgentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.distance_steps >= 1, "distance_steps must be at least 1")
-        require(self.representation >= 1 and self.reach >= 1, "representation and reach must be at least 1")
-        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
-        for name in ("distance_expectile", "expectile"):
-            require(0.0 < getattr(self, name) < 1.0, f"{name} must lie between 0 and 1")
-        require(0.0 <= self.p_random <= 1.0, "p_random must lie between 0 and 1")
-        require(0.0 < self.target_rate <= 1.0, "target_rate must be above 0 and at most 1")
+        require(self.reach >= 1, "reach must be at least 1")
+        require(0.0 < self.distance_expectile < 1.0, "distance_expectile must lie between 0 and 1")
         require(-1.0 <= self.efficiency <= 1.0, "efficiency is a cosine: between -1 and 1")
-        require(self.alpha >= 0.0, "alpha cannot be negative")
 
 
 class GAS(Agent):

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import TransitionSamplerConfig
-from qhyer.errors import require
 from qhyer.losses import gaussian_nll
 from qhyer.nn.mlp import MLP
 
@@ -28,10 +27,6 @@ class GCBCConfig(AgentConfig):
     """widths of the actor's hidden layers"""
     discount: float | None = None
     """geometric future goals with this discount; uniform future goals when None (OGBench)"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.discount is None or 0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
 
 
 class GCBC(Agent):

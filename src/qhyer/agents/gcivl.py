@@ -18,7 +18,6 @@ from torch import Tensor
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
-from qhyer.errors import require
 from qhyer.losses import awr
 from qhyer.nn.mlp import MLP
 from qhyer.nn.streams import all_at_once
@@ -45,15 +44,6 @@ class GCIVLConfig(AgentConfig):
     """chance that it is any row of the dataset; otherwise it lies ahead in the episode"""
     actor_p_random: float = 0.0
     """chance that an actor's goal is any row; otherwise it lies ahead in the episode"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
-        require(0.0 < self.expectile < 1.0, "expectile must lie between 0 and 1")
-        require(0.0 < self.target_rate <= 1.0, "target_rate must lie between 0 and 1")
-        require(min(self.value_p_current, self.value_p_random) >= 0.0, "chances of goals cannot be negative")
-        require(self.value_p_current + self.value_p_random <= 1.0, "the value's chances of goals exceed one")
-        require(0.0 <= self.actor_p_random <= 1.0, "actor_p_random must lie between 0 and 1")
 
 
 class GCIVL(Agent):

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, Rewards, RewardSamplerConfig
-from qhyer.errors import require
 from qhyer.losses import awr_weight, diagonal_nll, expectile, mse
 from qhyer.nn.plain import Critics, plain
 from qhyer.nn.values import follow, target_of
@@ -55,15 +54,6 @@ class IQLConfig(AgentConfig):
     """chance that a goal is the state itself"""
     p_random: float = 0.3
     """chance that it is any row; otherwise it lies ahead, geometrically"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
-        require(0.0 < self.expectile < 1.0, "expectile must lie between 0 and 1")
-        require(0.0 < self.target_rate <= 1.0, "target_rate must lie between 0 and 1")
-        require(min(self.p_current, self.p_random) >= 0.0, "chances of goals cannot be negative")
-        require(self.p_current + self.p_random <= 1.0, "the chances of goals exceed one")
-        require(self.tolerance >= 0.0, "tolerance cannot be negative")
 
 
 class IQL(Agent):

@@ -61,10 +61,7 @@ class NFGCBCConfig(AgentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("flow_blocks", "flow_channels", "encoder_width", "encoder_layers", "representation", "candidates"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1")
-        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
-        for name in ("noise", "weight_decay", "warmup", "final_rate"):
+        for name in ("noise", "weight_decay", "final_rate"):
             require(getattr(self, name) >= 0, f"{name} cannot be negative")
         require(self.candidates <= TABLE, f"candidates can be at most {TABLE}")
 

@@ -61,7 +61,6 @@ class QDTConfig(SequenceConfig):
         super().__post_init__()
         heads_fit(self.width, self.heads)
         require(self.sweep >= 1 and self.samples >= 1, "sweep and samples must be at least 1")
-        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
 
 
 def sweep(values: Tensor, rewards: Tensor, returns: Tensor, valid: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qhyer import distributed, losses
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage, require_part
+from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import WindowSamplerConfig
 from qhyer.errors import require
@@ -146,19 +146,13 @@ class QHyerConfig(AgentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("context", "width", "layers", "heads", "state_size", "flow_blocks", "flow_channels", "chunk"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1")
-        for name in ("encoder_width", "encoder_layers", "representation", "mixtures", "candidates"):
+        for name in ("heads", "state_size", "mixtures"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")
         require(self.width % self.heads == 0, f"width {self.width} is not a multiple of {self.heads} heads")
-        require(0.0 < self.expectile < 1.0, "expectile must lie between 0 and 1")
-        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
-        for name in ("p_random", "stitch_rate"):
-            require(0.0 <= getattr(self, name) <= 1.0, f"{name} must lie between 0 and 1")
-        for name in ("dropout", "flow_defence"):
-            require(0.0 <= getattr(self, name) < 1.0, f"{name} must be at least 0 and below 1")
-        require(self.flow_noise >= 0.0 and self.warmup >= 0, "flow_noise and warmup cannot be negative")
-        require(self.grad_clip > 0.0 and self.stitch_cell > 0.0, "grad_clip and stitch_cell must be positive")
+        require(0.0 <= self.stitch_rate <= 1.0, "stitch_rate must lie between 0 and 1")
+        require(0.0 <= self.flow_defence < 1.0, "flow_defence must be at least 0 and below 1")
+        require(self.flow_noise >= 0.0, "flow_noise cannot be negative")
+        require(self.stitch_cell > 0.0, "stitch_cell must be positive")
         require(self.choice_temperature >= 0.0, "choice_temperature cannot be negative")
         require(
             self.conditioning != "flow" or self.batch_size * self.context * self.flow_batch >= 1.0,
@@ -176,7 +170,6 @@ class QHyerConfig(AgentConfig):
             self.critic == "flow" or self.binary_goals == "flow",
             f"binary_goals bits goes with critic flow alone: write binary_goals flow to have a {self.critic} critic",
         )
-        require_part(self.goal_part)
         require(
             self.past_q == "predicted" or self.conditioning == "flow",
             "past_q critic asks the critic: write conditioning flow",

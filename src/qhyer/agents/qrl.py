@@ -59,7 +59,6 @@ class QRLConfig(AgentConfig):
             f"latent_dim must be a multiple of {INTERVALS} with iqe",
         )
         require(self.margin >= 0.0, "margin cannot be negative")
-        require(0.0 <= self.actor_p_random <= 1.0, "actor_p_random must lie between 0 and 1")
 
 
 class QRL(Agent):

@@ -21,7 +21,6 @@ from qhyer import losses
 from qhyer.agent import Batch, Memory, Metrics, Stage
 from qhyer.agents._sequence import ChoosesByValue, ReturnToGo, SequenceConfig, heads_fit, state_width
 from qhyer.data.episodes import DataSpec
-from qhyer.errors import require
 from qhyer.nn.backbones import gpt
 from qhyer.nn.optim import adamw
 from qhyer.nn.plain import Critics
@@ -64,8 +63,6 @@ class QTConfig(SequenceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         heads_fit(self.width, self.heads)
-        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
-        require(self.candidates >= 1, "candidates must be at least 1")
 
 
 def n_step(rewards: Tensor, going: Tensor, last: Tensor, bootstrap: Tensor, discount: float) -> Tensor:

@@ -50,7 +50,6 @@ class ReinformerConfig(SequenceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         heads_fit(self.width, self.heads)
-        require(0.0 < self.expectile < 1.0, "expectile must lie between 0 and 1")
         require(self.temperature > 0.0, "temperature must be positive")
 
 

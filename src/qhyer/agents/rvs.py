@@ -22,7 +22,6 @@ from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.agents._sequence import ReturnToGo
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, Rewards, RewardSamplerConfig
-from qhyer.errors import require
 from qhyer.losses import diagonal_nll
 from qhyer.nn.plain import orthogonal, plain
 
@@ -44,11 +43,6 @@ class RvSConfig(AgentConfig):
     """mean reward per step asked for when acting; the greatest of a batch of the data when None"""
     p_random: float = 0.0
     """chance that a goal is any row; otherwise it lies ahead, uniformly"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0.0 <= self.p_random <= 1.0, "p_random must lie between 0 and 1")
-        require(self.tolerance >= 0.0, "tolerance cannot be negative")
 
 
 class RvS(Agent):

@@ -61,14 +61,7 @@ class SAWConfig(AgentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.representation >= 1 and self.subgoal_steps >= 1, "representation, subgoal_steps: at least 1")
-        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
-        require(0.0 < self.expectile < 1.0, "expectile must lie between 0 and 1")
-        require(0.0 < self.target_rate <= 1.0, "target_rate must be above 0 and at most 1")
-        require(min(self.alpha_low, self.alpha, self.beta) >= 0.0, "alpha_low, alpha and beta cannot be negative")
-        require(0.0 <= self.actor_p_random <= 1.0, "actor_p_random must lie between 0 and 1")
-        require(min(self.value_p_current, self.value_p_random) >= 0.0, "chances of goals cannot be negative")
-        require(self.value_p_current + self.value_p_random <= 1.0, "the value's chances of goals exceed one")
+        require(self.beta >= 0.0, "beta cannot be negative")
 
 
 class Seen(NamedTuple):

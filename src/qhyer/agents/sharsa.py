@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage, require_part
+from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw
 from qhyer.data.segments import SubgoalSamplerConfig
@@ -72,15 +72,7 @@ class SHARSAConfig(AgentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("subgoal_steps", "flow_steps", "candidates"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1")
         require(self.candidates <= TABLE, f"candidates can be at most {TABLE}")
-        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
-        require(0.0 < self.target_rate <= 1.0, "target_rate must be above 0 and at most 1")
-        require(min(self.value_p_current, self.value_p_random) >= 0.0, "chances of goals cannot be negative")
-        require(self.value_p_current + self.value_p_random <= 1.0, "the value's chances of goals exceed one")
-        require(0.0 <= self.actor_p_random <= 1.0, "actor_p_random must lie between 0 and 1")
-        require_part(self.goal_part)
 
 
 class Sarsa(nn.Module):

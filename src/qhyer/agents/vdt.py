@@ -24,7 +24,6 @@ from qhyer import losses
 from qhyer.agent import Batch, Memory, Metrics, Stage
 from qhyer.agents._sequence import ChoosesByValue, ReturnToGo, SequenceConfig, heads_fit, state_width
 from qhyer.data.episodes import DataSpec
-from qhyer.errors import require
 from qhyer.nn.backbones import gpt
 from qhyer.nn.optim import adamw
 from qhyer.nn.plain import Critics
@@ -64,9 +63,6 @@ class VDTConfig(SequenceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         heads_fit(self.width, self.heads)
-        require(0.0 <= self.discount < 1.0, "discount must be at least 0 and below 1")
-        require(0.0 < self.expectile < 1.0, "expectile must lie between 0 and 1")
-        require(self.candidates >= 1, "candidates must be at least 1")
 
 
 class VDT(ChoosesByValue):
