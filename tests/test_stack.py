@@ -177,6 +177,8 @@ def test_one_seed_that_diverges_leaves_the_others(tiny_config, point_world, tmp_
 def test_what_cannot_be_stacked_says_so(tiny_config, point_world, tmp_path):
     with pytest.raises(UserError, match="seeds of nf_gcbc cannot be stacked; those of crl, eik_hiqrl, gcbc"):
         together("nf_gcbc", tiny_config("nf_gcbc"), tmp_path, episodes=point_world)
+    with pytest.raises(UserError, match="seeds of trl cannot be stacked as it is set"):  # its flow draws
+        together("trl", replace(tiny_config("trl"), actor="frs"), tmp_path, episodes=point_world)
     assert not list(tmp_path.iterdir())
 
 

@@ -25,9 +25,9 @@ Memory = dict[str, Tensor]
 Range = tuple[Callable[[Any], bool], str]
 _COUNT: Range = (lambda x: x >= 1, "must be at least 1")
 _SIZE: Range = (lambda x: x > 0, "must be positive")
-_WEIGHT: Range = (lambda x: x >= 0, "cannot be negative")
+_WEIGHT: Range = (lambda x: x >= 0, "must be 0 or more")
 _CHANCE: Range = (lambda x: 0.0 <= x <= 1.0, "must lie between 0 and 1")
-_LEVEL: Range = (lambda x: 0.0 < x < 1.0, "must lie between 0 and 1")
+_LEVEL: Range = (lambda x: 0.0 < x < 1.0, "must lie between 0 and 1, and be neither")
 _SHARE: Range = (lambda x: 0.0 <= x < 1.0, "must be at least 0 and below 1")
 _RATE: Range = (lambda x: 0.0 < x <= 1.0, "must be above 0 and at most 1")
 RANGES: dict[str, Range] = {
@@ -45,8 +45,8 @@ RANGES: dict[str, Range] = {
         "names goal coordinates by position, from 0, each once",
     ),
 }
-"""What agents' settings of these names may be. They mean the same wherever they occur; what is an agent's own, it
-checks itself. None is always allowed, where a setting can be that."""
+"""What agents' settings of these names may be, whoever has them; what is an agent's own, it checks itself. None is
+allowed where a setting can be that."""
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,8 @@ class _TrainOptions:
     """Options of `qhyer train` that are not the agent's."""
 
     steps: int | None = None
-    """updates; the preset's when not given"""
+    """updates; the preset's when not given. Of an agent with several stages those of one: GAS, too, has
+    --agent.distance-steps"""
     seeds: tuple[int, ...] = ()
     """instead of --seed: train these together, a run for each; on CUDA side by side (docs/scale.md)"""
     out: Path | None = None

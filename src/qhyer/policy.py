@@ -37,7 +37,8 @@ class Policy:
         action = policy(observation, goal)            # (d_s,), (d_s,) -> (d_a,) in [-1, 1]
 
     Several episodes in lock-step have their number as the first axis: (n, d_s), (n, d_s) -> (n, d_a). The goal may
-    change on the way. Observations and goals are raw, as in the data.
+    change on the way; what has been planned is carried out first (chunks of actions), and GAS, which looks for its ways
+    when an episode begins, wants a `reset()`. Observations and goals are raw, as in the data.
     """
 
     def __init__(self, agent: Agent) -> None:

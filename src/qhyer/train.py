@@ -275,6 +275,8 @@ def _train(
         if not _is_done(run, info, config, resume, quiet):
             loops.append(_Loop(run, agent, episodes, train_config, torch.device(device), place, on_step))
             infos.append(info)
+    if len(loops) > 1 and configs[0].together == "stacked" and not loops[0].agent.stackable:
+        raise UserError(f"seeds of {agent_name} cannot be stacked as it is set: train them with --together streams")
     if not distributed.alike(episodes.fingerprint):
         raise UserError(f"the processes have read different data as {episodes.name}: give all of them the same file")
     if not distributed.alike(str([checkpoint.steps(run / "checkpoints")[-1:] for run in paths])):  # none writes before
@@ -614,6 +616,9 @@ class _Loop:
             log = after == last or after % self.config.log_every == 0
             save = after == last or (self.config.save_every and after % self.config.save_every == 0)
             try:
+                if after == last and stage.finish is not None and self.step not in checkpoint.steps(self.folder):
+                    update.check()
+                    self.save()  # finishing may take long, or fail: from here the last update is made again, and it
                 update(self.step - first)
                 yield  # the other seeds' updates are on their way before this one is waited for
                 self.stopping = distributed.any_process(stop.is_set())
@@ -628,7 +633,10 @@ class _Loop:
                 self._log(stage)
             self.board.advance(self.config.seed, self.step)
             if self.step == last and stage.finish is not None:
-                stage.finish(self.episodes)
+                try:
+                    stage.finish(self.episodes)
+                except FloatingPointError as error:
+                    raise NonFinite(f"after stage {stage.name}, update {self.step}: {error}") from error
                 distributed.copy_from_main(self.agent.state_dict().values())
             if save or self.stopping:
                 self.save()

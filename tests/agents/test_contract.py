@@ -525,8 +525,9 @@ def test_schedule_warms_up_and_falls(tiny_agent):
 WRONG = {
     "must be at least 1": (0, -3),
     "must be positive": (0.0, -1.0),
-    "cannot be negative": (-0.1,),
+    "must be 0 or more": (-0.1, math.nan),
     "must lie between 0 and 1": (-0.1, 1.1, math.nan),
+    "must lie between 0 and 1, and be neither": (0.0, 1.0, math.nan),
     "must be at least 0 and below 1": (-0.1, 1.0, math.nan),
     "must be above 0 and at most 1": (0.0, 1.1),
     "names goal coordinates by position, from 0, each once": ((1, 1), (-1,)),

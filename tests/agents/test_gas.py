@@ -11,8 +11,8 @@ import torch
 from test_hiql import Distance, column
 from torch import Tensor, nn
 
-from qhyer import agents, presets, runs
-from qhyer.agents.gas import GASConfig
+from qhyer import agents, checkpoint, presets, runs
+from qhyer.agents.gas import GAS, GASConfig
 from qhyer.data.episodes import Episodes
 from qhyer.data.samplers import GoalLaw
 from qhyer.data.segments import first_beyond
@@ -20,7 +20,7 @@ from qhyer.errors import UserError
 from qhyer.nn.graph import direction, efficient
 from qhyer.nn.values import Metric
 from qhyer.policy import GraphedPolicy
-from qhyer.train import Update
+from qhyer.train import TrainConfig, Update, train, train_seeds
 
 
 def line(count: int = 3, rows: int = 20) -> Episodes:
@@ -255,8 +255,43 @@ def test_no_map_of_places_that_are_none(tiny_agent, point_world):
     agent = tiny_agent("gas")
     with torch.no_grad():
         agent.distance.net.biases[-1][:] = torch.nan
-    with pytest.raises(UserError, match="diverged"):
+    with pytest.raises(FloatingPointError, match="diverged"):
         agent.build_graph(point_world)
+
+
+def test_a_graph_that_fails_loses_nothing(tiny_config, point_world, tmp_path, monkeypatch):
+    """Finishing the first stage fails: what was learnt is kept, and goes on to the same bits."""
+    config = tiny_config("gas")
+    options = TrainConfig(device="cpu", save_every=0)
+    whole = train("gas", "x", config, options, run=tmp_path / "whole", episodes=point_world, quiet=True)
+    run = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(GAS, "build_graph", lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            train("gas", "x", config, options, run=run, episodes=point_world, quiet=True)
+    assert checkpoint.steps(run / "checkpoints") == [config.distance_steps - 1]
+    train("gas", "x", config, options, run=run, episodes=point_world, quiet=True, resume=True)
+    first, second = (checkpoint.load(checkpoint.latest(path / "checkpoints")).agent for path in (whole, run))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_seed_that_diverges_does_not_end_the_others(tiny_config, point_world, tmp_path, monkeypatch):
+    build, calls = GAS.build_graph, []
+
+    def first_fails(agent, episodes):
+        calls.append(agent)
+        if len(calls) == 1:
+            raise FloatingPointError("the representation has diverged: lower the learning rate")
+        build(agent, episodes)
+
+    monkeypatch.setattr(GAS, "build_graph", first_fails)
+    config = tiny_config("gas")
+    with pytest.raises(UserError, match=r"after stage distance.*diverged"):
+        train_seeds(
+            "gas", "x", config, TrainConfig(device="cpu"), (0, 1), out=tmp_path, episodes=point_world, quiet=True
+        )
+    steps = [checkpoint.steps(tmp_path / seed / "checkpoints")[-1] for seed in ("s0", "s1")]
+    assert steps == [config.distance_steps - 1, config.distance_steps + config.steps]
 
 
 # ------------------------------------------------------------------------------------------------------------- acting

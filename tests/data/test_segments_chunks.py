@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from test_value_samplers import MIXED, ROWS, STITCH, assert_follows, episodes, mixture_law, sample
@@ -11,6 +9,7 @@ from test_value_samplers import MIXED, ROWS, STITCH, assert_follows, episodes, m
 from qhyer.data import goals
 from qhyer.data.samplers import GoalLaw
 from qhyer.data.segments import ChunkSamplerConfig
+from qhyer.errors import UserError
 
 __all__ = ["episodes"]  # a fixture: four episodes of 12, 3, 20 and 2 rows
 H = 4
@@ -105,8 +104,9 @@ def test_several_seeds_at_once_draw_what_each_would_alone(episodes):
         assert all(torch.equal(together[name][i], alone[name]) for name in alone)
 
 
-def test_chunks_longer_than_every_episode_are_worth_a_word(episodes, caplog):
-    with caplog.at_level(logging.WARNING):
-        batch = sample(ChunkSamplerConfig(MIXED, STITCH, 20), episodes, 1000)
-    assert "chunks of 20" in caplog.text and "more than 19" in caplog.text
-    assert (batch["valid"][:, -1] == 0).all() and (batch["valid"][:, 0] == 1).all()
+def test_chunks_longer_than_every_episode_are_refused(episodes):
+    """The critic would learn from none of them."""
+    with pytest.raises(UserError, match=r"no chunk of 20 actions fits .* has 19, .*--agent.chunk 19 or less"):
+        ChunkSamplerConfig(MIXED, STITCH, 20).build(episodes, torch.Generator())
+    batch = sample(ChunkSamplerConfig(MIXED, STITCH, 19), episodes, 1000)
+    assert (batch["valid"][:, -1] == 1).any() and (batch["valid"][:, 0] == 1).all()

@@ -148,3 +148,16 @@ def test_several_seeds_draw_what_each_would(walks):
 def test_a_segment_has_a_step():
     with pytest.raises(UserError, match="at least 1 step"):
         SubgoalSamplerConfig(0, VALUE, ACTOR)
+
+
+def test_segments_longer_than_every_episode_are_worth_a_word(walks, caplog):
+    longest = int((walks.ends - walks.starts).max())
+    law = GoalLaw()
+    for steps, end_is_goal, said in (
+        (longest, True, ""),
+        (longest + 1, True, "arrived"),
+        (longest + 1, False, "short"),
+    ):
+        caplog.clear()
+        SubgoalSamplerConfig(steps, law, law, end_is_goal=end_is_goal).build(walks, torch.Generator())
+        assert (f"more than {longest}" in caplog.text and said in caplog.text) if said else not caplog.text

@@ -255,6 +255,17 @@ def test_the_bound_on_hops_is_enough(monkeypatch):
                 assert hops <= graph.hops
 
 
+def test_hops_are_no_more_than_nodes(monkeypatch):
+    """One node very far away, that a bridge joins: rounds are counted by nodes, and suffice."""
+    monkeypatch.setattr(graphs, "settled", lambda unsettled: False)
+    graph = Graph(1)
+    graph.build(torch.tensor([[0.0], [4.0], [1e5]]), 8.0)
+    assert graph.hops == 3
+    distance, following = graph.routes(torch.tensor([[1e5]]), 8.0)
+    assert distance.tolist() == [[1e5, 99996.0, 0.0]] and following[0, [0, 1, 2]].tolist() in ([1, 2, 3], [2, 2, 3])
+    assert int(graph.farthest(torch.tensor([0]), following, torch.ones(1, 4, dtype=torch.bool))) == 3
+
+
 def test_nodes_in_one_place_make_no_circle():
     """Pairs of equal nodes, at no distance of each other: every way still ends at the goal."""
     nodes = torch.arange(5.0)[:, None].repeat_interleave(3, 0)

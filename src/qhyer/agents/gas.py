@@ -119,7 +119,8 @@ class GAS(Agent):
         """Nodes: centres of clusters of radius H / 2 of the states on straight ways. Edges: up to a distance of H, and
         the shortest that join what is left apart."""
         reach, places = self.config.reach, self.places(episodes.observations)
-        require(bool(places.isfinite().all()), "the representation has diverged: lower the learning rate")
+        if not bool(places.isfinite().all()):
+            raise FloatingPointError("the representation has diverged: lower the learning rate")
         beyond = first_beyond(episodes, places, reach)
         places = places[efficient(places, episodes.end_of, beyond, reach, self.config.efficiency)]
         self.graph.build(centres(places, cluster(places, reach / 2)), reach)

@@ -67,7 +67,8 @@ class Training:
         self.step = 0
         seeds = range(seed, seed + stack)
         own = [runs.build_agent(agent, config, episodes.spec(), each).to(device).train() for each in seeds]
-        self.agent, stage = stacked(own) if stack > 1 else (own[0], max(own[0].stages(), key=lambda s: s.steps))
+        longest = max(reversed(own[0].stages()), key=lambda stage: stage.steps)  # of equals the last: the policy's
+        self.agent, stage = stacked(own) if stack > 1 else (own[0], longest)
         data = [stream_seed(each, "data") for each in seeds]
         self.begin(stage, episodes, precision, graph, stream_seed(seed, "train"), data, compile)
 

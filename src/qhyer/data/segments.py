@@ -53,6 +53,11 @@ class SubgoalSamplerConfig:
 class SubgoalSampler:
     def __init__(self, config: SubgoalSamplerConfig, episodes: Episodes, generator: goals.Source) -> None:
         self.config, self.episodes, self.generator = config, episodes, generator
+        longest = int((episodes.ends - episodes.starts).max())
+        if config.steps > longest:
+            what = "all of them count as arrived, wherever their goal is" if config.end_is_goal else "all are cut short"
+            told = "%s: segments of %d steps, where no episode has more than %d: %s"
+            log.warning(told, episodes.name, config.steps, longest, what)
 
     def sample(self, batch_size: int) -> dict[str, Tensor]:
         data, config, generator = self.episodes, self.config, self.generator
@@ -156,8 +161,11 @@ class ChunkSampler:
         self.config, self.episodes, self.generator = config, episodes, generator
         self.steps = torch.arange(config.chunk, device=episodes.device)
         longest = int((episodes.ends - episodes.starts).max())
-        if config.chunk > longest:
-            log.warning("%s: chunks of %d, where no episode has more than %d", episodes.name, config.chunk, longest)
+        require(
+            config.chunk <= longest,
+            f"{episodes.name}: no chunk of {config.chunk} actions fits into an episode, the longest of which has "
+            f"{longest}, so that the critic would learn nothing: --agent.chunk {longest} or less",
+        )
 
     def sample(self, batch_size: int) -> dict[str, Tensor]:
         data, config, generator = self.episodes, self.config, self.generator

@@ -195,13 +195,14 @@ class Graph(nn.Module):
         self.nodes = nodes
         self.neighbours, self.lengths = neighbour_list(nodes, torch.cat([pairs, joints, joints.flip(1)]))
         # Two hops in a row are longer than the radius, or one would do: a way of m hops is longer than floor(m / 2)
-        # radii. No two nodes are farther apart than both from node 0 together, and a goal is one hop from a node.
+        # radii. No two nodes are farther apart than both from node 0 together, and a goal is one hop from a node. Nor
+        # does a shortest way pass a node twice.
         first = self.lengths.new_full((1, len(nodes)), torch.inf)
         first[0, 0] = 0.0
         distance = self._relax(first, torch.zeros_like(first, dtype=torch.long), 64)[0]
         while not torch.equal(first, distance):
             first, distance = distance, self._relax(distance, torch.zeros_like(first, dtype=torch.long), 64)[0]
-        self.hops = 2 * math.ceil(2.0 * float(distance.max()) / radius) + 2
+        self.hops = min(2 * math.ceil(2.0 * float(distance.max()) / radius) + 2, len(nodes))
         self.most = torch.tensor(self.hops, device=nodes.device)
 
     def _relax(self, distance: Tensor, following: Tensor, rounds: int) -> tuple[Tensor, Tensor]:

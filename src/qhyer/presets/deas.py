@@ -22,6 +22,7 @@ PRESETS = {
             for kind in ("antmaze", "antsoccer")
         ],
         Rule("pointmaze-*", "not published: as ant mazes have it", dict(alpha=10.0)),
+        Rule("maze2d-*", "not published: as ant mazes have it", dict(alpha=10.0)),
         Rule("antsoccer-*", "not published: FQL's discount (at 719d044)", dict(discount=0.995)),
         Rule("humanoidmaze-*", "not published: FQL's (seohongpark/fql at 719d044)", dict(alpha=30.0, discount=0.995)),
         Rule("*maze-giant-*", "not published: FQL's discount of antmaze-giant (at 719d044)", dict(discount=0.995)),

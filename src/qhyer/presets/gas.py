@@ -22,6 +22,7 @@ PRESETS = {
         Rule("pointmaze-*", f"{INFERRED} antmaze's settings"),
         Rule("pointmaze-giant-*", f"{INFERRED} antmaze-giant's discount", dict(discount=0.995)),
         Rule("maze2d-*", f"{INFERRED} antmaze's settings"),
+        Rule("antsoccer-*", f"{INFERRED} antmaze's settings"),
         Rule("antmaze-giant-*", f"{COMMANDS}: discount", dict(discount=0.995)),
         Rule("antmaze-*-explore-*", f"{COMMANDS}: alpha", dict(alpha=0.01)),
         Rule(

@@ -21,6 +21,7 @@ PRESETS = {
         *[Rule(f"{kind}-noisy-*", INFERRED, dict(alpha=100.0)) for kind in ("cube-triple", "cube-quadruple")],
         Rule("antmaze-*", FQL, dict(alpha=10.0)),
         Rule("pointmaze-*", "not published: as ant mazes have it", dict(alpha=10.0)),
+        Rule("maze2d-*", "not published: as ant mazes have it", dict(alpha=10.0)),
         Rule("antsoccer-*", f"{FQL}; its discount", dict(alpha=10.0, discount=0.995)),
         Rule("humanoidmaze-*", f"{FQL}; its discount", dict(alpha=30.0, discount=0.995)),
         Rule("*maze-giant-*", f"{FQL}; its discount of antmaze-giant", dict(discount=0.995)),

@@ -35,7 +35,10 @@ PRESETS = {
         ),
         *[
             Rule(pattern, INFERRED.format("humanoidmaze-giant-navigate"), MAZE)
-            for pattern in ("humanoidmaze-[ml]*", "humanoidmaze-giant-stitch-*", "pointmaze-*", "antmaze-*")
+            for pattern in (
+                *("humanoidmaze-[ml]*", "humanoidmaze-giant-stitch-*", "antmaze-*", "antsoccer-*"),
+                *("pointmaze-*", "maze2d-*"),
+            )
         ],
         Rule("*-stitch-*", "not published for these data: OGBench's actor_p_randomgoal", dict(actor_p_random=0.5)),
     ],

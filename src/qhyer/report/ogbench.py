@@ -37,9 +37,10 @@ SOURCES = (
 
 NOTE = (
     "Success in percent, ± the standard deviation over seeds. Published: as printed in the QHyer paper (8 seeds, a "
-    "million updates of 1024; TRL, SHARSA, QC-FQL and DEAS as adapted there); NF-GCBC as its own paper has it (means "
-    "only). Ours: the last evaluation of each run, with the interval of docs/protocol.md; difference is our mean less "
-    "the published one. In brackets: seeds; updates × batch. Not run: no run is among these records."
+    "million updates of 1024; TRL, SHARSA, QC-FQL and DEAS as adapted there, of a batch that is not said); NF-GCBC as "
+    "its own paper has it (means only). Ours: the last evaluation of each run, with the interval of docs/protocol.md; "
+    "difference is our mean less the published one. In brackets: seeds; updates × batch. Not run: no run is among "
+    "these records."
 )
 
 

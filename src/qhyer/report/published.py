@@ -49,7 +49,7 @@ visual-scene-play-v0              49±4    47±6    62±3       /    12±2    25
 visual-scene-noisy-v0             50±1    54±3    63±2       /    13±2    23±2    12±4     2±0    15±2    36±4
 """
 
-# Not goal-conditioned as their authors have them: the QHyer paper's adaptations, with goals in hindsight.
+# Made for single tasks (DEAS, QC-FQL) or for more data (TRL, SHARSA): the QHyer paper's adaptations.
 _RECENT_TABLE = """
 dataset                         GC-TrL GC-SHARSA   GC-DEAS  GC-QCFQL
 cube-single-play-v0           46.2±0.8  30.7±3.8  44.1±2.6  38.4±1.5
