@@ -184,7 +184,8 @@ def test_a_compiled_update_is_the_eager_one(name, tiny_config, point_world, tmp_
     assert len(numbers(plain)) >= 10
     for line, compiled in zip(numbers(plain), numbers(run), strict=True):
         rel = 1e-4 if name == "eik_hiqrl" else 1e-5  # gradients of gradients round more
-        assert compiled == pytest.approx(line, rel=rel, abs=1e-6)
+        least = 1e-5 if name == "deas" else 1e-6  # its advantage is a small difference of large values
+        assert compiled == pytest.approx(line, rel=rel, abs=least)
     expected = [*["eager, compiled"] * 3, *["captured, compiled"] * (len(timings(run)) - 3)]
     assert [line["update"] for line in timings(run)] == expected
 
