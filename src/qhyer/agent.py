@@ -107,7 +107,7 @@ class Agent(nn.Module, ABC):
     Config: ClassVar[type[AgentConfig]]
     training_only: ClassVar[tuple[str, ...]] = ()
     """how the names of weights begin that acting does not read: critics, values, targets"""
-    stackable: ClassVar[bool] = False
+    stackable: bool = False
     """whether several seeds can be trained as one (stack.py): one stage without schedule or clipping, a loss that draws
     nothing and keeps nothing, no buffers but those here, a sampler that takes `goals.Several`"""
 

@@ -211,11 +211,6 @@ def _train(
     quiet = quiet or not distributed.is_main()
     if len(configs) > 1 and distributed.active():
         raise UserError("torchrun shares the batches of one run among processes: give it one --seed, not --seeds")
-    if len(configs) > 1 and configs[0].together == "stacked" and not agents.load(agent_name).stackable:
-        can = ", ".join(name for name in agents.names() if agents.load(name).stackable)
-        raise UserError(
-            f"seeds of {agent_name} cannot be stacked; those of {can} can. Train it with --together streams"
-        )
     device = runs.resolve_device(configs[0].device)
     unnamed = episodes is not None and episodes.name == UNNAMED
     if episodes is None:
@@ -276,7 +271,12 @@ def _train(
             loops.append(_Loop(run, agent, episodes, train_config, torch.device(device), place, on_step))
             infos.append(info)
     if len(loops) > 1 and configs[0].together == "stacked" and not loops[0].agent.stackable:
-        raise UserError(f"seeds of {agent_name} cannot be stacked as it is set: train them with --together streams")
+        can = [name for name in agents.names() if agents.load(name).stackable]
+        so = " as it is set" if agent_name in can else ""
+        others = ", ".join(name for name in can if name != agent_name)
+        raise UserError(
+            f"seeds of {agent_name} cannot be stacked{so}; those of {others} can. Train it with --together streams"
+        )
     if not distributed.alike(episodes.fingerprint):
         raise UserError(f"the processes have read different data as {episodes.name}: give all of them the same file")
     if not distributed.alike(str([checkpoint.steps(run / "checkpoints")[-1:] for run in paths])):  # none writes before

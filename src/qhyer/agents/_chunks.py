@@ -22,7 +22,7 @@ from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw
 from qhyer.data.segments import ChunkSamplerConfig
-from qhyer.nn.chance import first_row
+from qhyer.nn.chance import next_rows, table
 from qhyer.nn.matching import Velocity, fresh
 from qhyer.nn.mlp import MLP
 from qhyer.nn.values import follow, frozen
@@ -69,8 +69,7 @@ class ChunkAgent(Agent):
         self.size = config.chunk * spec.action_dim  # of a chunk, its actions side by side
         self.flow = Velocity(self.size, self.pair, config.hidden)
         self.actor = MLP(self.pair + self.size, config.hidden, self.size)
-        fixed = torch.Generator().manual_seed(0)
-        self.register_buffer("noise", torch.randn(TABLE, self.size, generator=fixed), persistent=False)
+        self.register_buffer("noise", table(TABLE, self.size), persistent=False)
 
     noise: Tensor
 
@@ -131,7 +130,7 @@ class ChunkAgent(Agent):
         if memory is not None and memory["plan"].shape[1]:  # whatever is seen
             plan, row = memory["plan"].clone(), memory["row"]
         else:
-            row = first_row(observation, goal, TABLE) if memory is None else memory["row"]  # (n,)
-            chunk = self.propose(self.noise[row], observation, goal).clamp(-1.0, 1.0)
-            plan, row = chunk.unflatten(-1, (self.config.chunk, -1)), (row + 1) % TABLE  # (n, h, d_a)
+            rows, row = next_rows(observation, goal, memory, 1, TABLE)  # (n, 1), (n,)
+            chunk = self.propose(self.noise[rows[:, 0]], observation, goal).clamp(-1.0, 1.0)
+            plan = chunk.unflatten(-1, (self.config.chunk, -1))  # (n, h, d_a)
         return plan[:, 0], {"plan": plan[:, 1:], "row": row}

@@ -23,9 +23,10 @@ from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import TransitionSamplerConfig
 from qhyer.errors import require
 from qhyer.losses import gaussian_nll
-from qhyer.nn.chance import first_row
+from qhyer.nn.chance import next_rows, table
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
 from qhyer.nn.optim import adamw, warm_up_cosine
+from qhyer.nn.values import best_of
 
 TABLE = 4096  # rows of noise for acting: longer than an episode, so that none repeats within one
 
@@ -77,8 +78,7 @@ class NFGCBC(Agent):
         )
         self.flow = ConditionalRealNVP(spec.action_dim, config.representation, config.flow_blocks, config.flow_channels)
         self.optimizer = adamw(self.parameters(), config.learning_rate, config.weight_decay)
-        fixed = torch.Generator().manual_seed(0)
-        self.register_buffer("latents", torch.randn(TABLE, spec.action_dim, generator=fixed), persistent=False)
+        self.register_buffer("latents", table(TABLE, spec.action_dim), persistent=False)
 
     latents: Tensor
 
@@ -129,11 +129,10 @@ class NFGCBC(Agent):
             contexts = context[:, None].expand(-1, count, -1)  # (n, candidates, c)
             latents = self.latents[:count].expand(len(context), -1, -1)
             draws = self.flow.inverse(latents, contexts)  # (n, candidates, d_a)
-            best = self.flow.log_prob(draws, contexts).argmax(dim=1)  # (n,)
-            action = draws.gather(1, best[:, None, None].expand(-1, 1, draws.shape[-1])).squeeze(1)
+            action = best_of(draws, self.flow.log_prob(draws, contexts))  # (n, d_a)
             return self.denoise(action, context).clamp(-1.0, 1.0), None
-        row = first_row(observation, goal, TABLE) if memory is None else memory["row"]  # (n,)
-        action = self.flow.inverse(self.latents[row], context)  # (n, d_a)
+        rows, row = next_rows(observation, goal, memory, 1, TABLE)  # (n, 1), (n,)
+        action = self.flow.inverse(self.latents[rows[:, 0]], context)  # (n, d_a)
         if self.config.acting == "denoised":
             action = self.denoise(action, context)
-        return action.clamp(-1.0, 1.0), {"row": (row + 1) % TABLE}
+        return action.clamp(-1.0, 1.0), {"row": row}

@@ -27,12 +27,13 @@ from qhyer.data.samplers import WindowSamplerConfig
 from qhyer.errors import require
 from qhyer.nn import contrastive, cvae
 from qhyer.nn.bits import Bits
-from qhyer.nn.chance import first_row
+from qhyer.nn.chance import next_rows
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
 from qhyer.nn.hybrid import Backbone, HybridDecoder
 from qhyer.nn.optim import adamw, warm_up, warm_up_cosine
 from qhyer.nn.streams import concurrently
 from qhyer.nn.tokens import Tokenization, Tokens
+from qhyer.nn.values import best_of
 
 Q_SCALE_RATE = 0.01  # Unspecified in the paper: rate of the running mean of |Q|
 LUCK_ROWS = 2**15  # of best_of_mixture's table of chance: 512 choices of 64 before it repeats
@@ -473,10 +474,8 @@ class QHyer(Agent):
         numbers, window = self._decide(observation, goal, memory)
         after: Memory = {}
         if self.config.action_head == "best_of_mixture":
-            row = memory["row"] if "row" in memory else first_row(observation, goal, LUCK_ROWS)
-            rows = (row[:, None] + torch.arange(self.config.candidates, device=row.device)) % LUCK_ROWS  # (n, N)
+            rows, after["row"] = next_rows(observation, goal, memory, self.config.candidates, LUCK_ROWS)  # (n, N)
             action = self._chosen_action(observation, goal, rows, *self._mixture(numbers))
-            after["row"] = (row + self.config.candidates) % LUCK_ROWS
         else:
             action = self._action(numbers).clamp(-1.0, 1.0)
         if self.config.chunk > 1:
@@ -537,8 +536,7 @@ class QHyer(Agent):
             return x[:, None].expand(-1, count, *x.shape[1:])
 
         q = self.log_density(each(observation), actions, each(self.goal_coordinates(goal)))  # (n, N)
-        best = (q + self.luck[rows]).argmax(-1)  # Gumbel's trick: the largest is a draw from the softmax of Q / T
-        return actions[torch.arange(len(actions), device=actions.device), best]
+        return best_of(actions, q + self.luck[rows])  # Gumbel's trick: the largest is a draw from the softmax of Q / T
 
     @torch.no_grad()
     def readout(self, batch: Batch) -> list[dict[str, Tensor]]:

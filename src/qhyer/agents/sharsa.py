@@ -28,10 +28,10 @@ from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw
 from qhyer.data.segments import SubgoalSamplerConfig
 from qhyer.errors import require
-from qhyer.nn.chance import first_row
+from qhyer.nn.chance import next_rows, table
 from qhyer.nn.matching import Velocity
 from qhyer.nn.streams import all_at_once
-from qhyer.nn.values import Value, follow, spread, target_of
+from qhyer.nn.values import Value, best_of, follow, spread, target_of
 
 TABLE = 2**16  # rows of noise for acting: 2048 steps of 32 candidates before it repeats
 
@@ -113,8 +113,7 @@ class Sarsa(nn.Module):
     def best(self, s: Tensor, w: Tensor, g: Tensor) -> Tensor:
         """Of candidates w (n, N, d) the one with the greatest min_j Q_j(s, w, g): (n, d)."""
         s, g = (x[:, None].expand(-1, w.shape[1], -1).flatten(0, 1) for x in (s, g))  # (n N, ...)
-        q = self.critic(s, g, w.flatten(0, 1)).amin(0).view(w.shape[:2])  # (n, N)
-        return w.gather(1, q.argmax(1)[:, None, None].expand(-1, 1, w.shape[-1])).squeeze(1)
+        return best_of(w, self.critic(s, g, w.flatten(0, 1)).amin(0).view(w.shape[:2]))
 
 
 class SHARSA(Agent):
@@ -133,8 +132,7 @@ class SHARSA(Agent):
         self.optimizer = torch.optim.Adam(learned, lr=config.learning_rate, fused=True)
         for level in filter(None, (self.high, self.low)):
             follow(self.optimizer, level.target_critic, level.critic, config.target_rate)
-        fixed = torch.Generator().manual_seed(0)
-        self.register_buffer("noise", torch.randn(TABLE, d_g + d_a, generator=fixed), persistent=False)
+        self.register_buffer("noise", table(TABLE, d_g + d_a), persistent=False)
 
     noise: Tensor
 
@@ -216,8 +214,7 @@ class SHARSA(Agent):
         """Candidates of w from the high flow, the best of them by Q(s, w, g), and an action from the low flow, given it
         (with `double`, the best of as many by Q(s, a, w)). At each step so many rows further in the table of noise."""
         config, g = self.config, self.coordinates(goal)
-        row = first_row(observation, goal, TABLE) if memory is None else memory["row"]  # (n,)
-        rows = (row[:, None] + torch.arange(config.candidates, device=row.device)) % TABLE  # (n, N)
+        rows, row = next_rows(observation, goal, memory, config.candidates, TABLE)  # (n, N), (n,)
         for_subgoals, for_actions = self.noise[rows].split([g.shape[-1], self.spec.action_dim], dim=-1)
         subgoals = self.draw(self.high_actor, for_subgoals, observation, g)  # (n, N, d_g)
         w = self.high.best(observation, subgoals, g)  # (n, d_g)
@@ -225,7 +222,7 @@ class SHARSA(Agent):
             action = self.draw(self.low_actor, for_actions[:, :1], observation, w).squeeze(1)  # (n, d_a)
         else:
             action = self.low.best(observation, self.draw(self.low_actor, for_actions, observation, w), w)
-        return action.clamp(-1.0, 1.0), {"row": (row + config.candidates) % TABLE}
+        return action.clamp(-1.0, 1.0), {"row": row}
 
     def draw(self, flow: Velocity, noise: Tensor, s: Tensor, g: Tensor) -> Tensor:
         """Where the flow carries noise (n, N, d), given s and g (n, ...)."""

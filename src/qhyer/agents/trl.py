@@ -29,11 +29,11 @@ from qhyer.data.samplers import GoalLaw
 from qhyer.data.segments import MidpointSamplerConfig
 from qhyer.errors import require
 from qhyer.losses import ddpg_bc, gaussian_nll
-from qhyer.nn.chance import first_row
+from qhyer.nn.chance import next_rows, table
 from qhyer.nn.matching import Velocity
 from qhyer.nn.mlp import MLP
 from qhyer.nn.streams import all_at_once
-from qhyer.nn.values import Value, follow, frozen, spread, target_of
+from qhyer.nn.values import Value, best_of, follow, frozen, spread, target_of
 
 TABLE = 2**15  # rows of noise for acting: 1024 steps of 32 candidates before it repeats
 
@@ -90,9 +90,8 @@ class TRL(Agent):
             self.actor = MLP(d_s + d_g, config.hidden, d_a, layer_norm=True, final_scale=1e-2)
         else:
             self.actor = Velocity(d_a, d_s + d_g, config.hidden, layer_norm=True)
-            self.stackable = False  # type: ignore[misc]  # its loss draws noise
-            table = torch.randn(TABLE, d_a, generator=torch.Generator().manual_seed(0))
-            self.register_buffer("noise", table, persistent=False)
+            self.stackable = False  # its loss draws noise
+            self.register_buffer("noise", table(TABLE, d_a), persistent=False)
         self.optimizer = torch.optim.Adam(self.parameters(), lr=config.learning_rate, fused=True)
         self.target_critic = target_of(self.critic)
         follow(self.optimizer, self.target_critic, self.critic, config.target_rate)
@@ -190,13 +189,11 @@ class TRL(Agent):
         if not isinstance(self.actor, Velocity):
             return self.actor(torch.cat([observation, seen], dim=-1)).clamp(-1.0, 1.0), None
         count = self.config.candidates
-        row = first_row(observation, goal, TABLE) if memory is None else memory["row"]  # (n,)
-        rows = (row[:, None] + torch.arange(count, device=row.device)) % TABLE  # (n, N)
+        rows, row = next_rows(observation, goal, memory, count, TABLE)  # (n, N), (n,)
         s, g = (x[:, None].expand(-1, count, -1) for x in (observation, seen))
         actions = self.actor.carry(self.noise[rows], s, g, steps=self.config.flow_steps).clamp(-1.0, 1.0)  # (n, N, d_a)
         q = self.oracle_critic(*(x.flatten(0, 1) for x in (s, g, actions))).amin(0).view(-1, count)  # (n, N)
-        best = q.argmax(1)[:, None, None].expand(-1, 1, actions.shape[-1])
-        return actions.gather(1, best).squeeze(1), {"row": (row + count) % TABLE}
+        return best_of(actions, q), {"row": row}
 
     def acting_state(self) -> dict[str, Tensor]:
         """The actor, and where it imitates the critic that chooses."""

@@ -167,6 +167,12 @@ class Bilinear(nn.Module):
             return self.phi(*inputs) * self.factor @ self.psi(goals).mT
 
 
+def best_of(candidates: Tensor, values: Tensor) -> Tensor:
+    """Of candidates (n, N, d) with values (n, N) the best (n, d)."""
+    best = values.argmax(1)[:, None, None].expand(-1, 1, candidates.shape[-1])
+    return candidates.gather(1, best).squeeze(1)
+
+
 def spread(v: Tensor, name: str = "value") -> dict[str, Tensor]:
     """Metrics of a value, of all members and samples: where it lies."""
     low, high = v.detach().aminmax()
