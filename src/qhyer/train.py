@@ -616,7 +616,8 @@ class _Loop:
             log = after == last or after % self.config.log_every == 0
             save = after == last or (self.config.save_every and after % self.config.save_every == 0)
             try:
-                if after == last and stage.finish is not None and self.step not in checkpoint.steps(self.folder):
+                about = after == last > first + 1 and stage.finish is not None  # to be finished
+                if about and self.step not in checkpoint.steps(self.folder):
                     update.check()
                     self.save()  # finishing may take long, or fail: from here the last update is made again, and it
                 update(self.step - first)
