@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_hiql import LOG, Goal, Nothing
+from test_hiql import LOG, PLACES, Goal, Nothing, pairs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -414,8 +414,6 @@ def test_defaults_are_those_of_the_code():
 
 # ------------------------------------------------------------------------------------------------------ learning
 
-PLACES = 11
-
 
 def line(count: int = 60, rows: int = 25) -> Episodes:
     """Drunkards on a line eleven steps long: left or right as a coin says, each from a place of its own between two
@@ -449,11 +447,6 @@ def walker(train_all):
         alpha_high=1.0,
     )
     return train_all("eik_hiqrl", config, line())
-
-
-def pairs() -> tuple[torch.Tensor, torch.Tensor]:
-    s, g = torch.cartesian_prod(torch.arange(PLACES), torch.arange(PLACES)).unbind(-1)
-    return s, g
 
 
 def place(x: torch.Tensor) -> torch.Tensor:
