@@ -25,7 +25,8 @@ are written as partial sums and added by torch in a fixed order: no atomics, so 
 The causal convolution with its SiLU: a warp walks through STEPS rows of BLOCK channels, unrolled, with every row it
 needs in registers from the start; the sums over time meet once, at the end of a program's segments.
 
-`nn/scan.py` decides when this runs; importing qhyer does not import it.
+`nn/scan.py` decides when this runs; importing qhyer does not import it. Where `mamba_cuda.py` can serve, its kernels
+do the scan, and these are their reference.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qhyer.nn import mamba_cuda
 from qhyer.nn.total_triton import total
 
 # Channels of a program, and steps whose instructions the compiler may interleave.
@@ -329,6 +331,14 @@ def _contiguous(*tensors: Tensor) -> list[Tensor]:
     return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
 
 
+def by_hand(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, z: Tensor | None, state: Tensor | None, *others: Tensor
+) -> bool:
+    """Whether the kernels of `mamba_cuda.py` do it; they take B and C of one dtype."""
+    given = (dt, B, C, *others) if z is None else (dt, B, C, z, *others)
+    return state is None and B.dtype == C.dtype and mamba_cuda.suits(x, A, given)
+
+
 @torch.library.custom_op("qhyer::gated_scan", mutates_args=())
 def gated_scan(
     x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
@@ -341,6 +351,8 @@ def gated_scan(
     batch, length, width = x.shape
     size = A.shape[1]
     x, dt, B, C = _contiguous(x, dt, B, C)
+    if by_hand(x, dt, A, B, C, z, state):
+        return mamba_cuda.forward(x, dt, bias, A, B, C, D, z)
     y = torch.empty(batch, length, width, device=x.device, dtype=x.dtype)
     last = torch.empty(batch, size, width, device=x.device, dtype=torch.float32)
     gate = x if z is None else _contiguous(z)[0]
@@ -357,7 +369,10 @@ def gated_scan(
 def _(x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
       state: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, length, width = x.shape
-    return x.new_empty(batch, length, width), x.new_empty(batch, A.shape[1], width, dtype=torch.float32).mT
+    y = x.new_empty(batch, length, width)
+    if by_hand(x, dt, A, B, C, z, state):
+        return y, x.new_empty(batch, width, A.shape[1], dtype=torch.float32)
+    return y, x.new_empty(batch, A.shape[1], width, dtype=torch.float32).mT
 
 
 @torch.library.custom_op("qhyer::gated_scan_backward", mutates_args=())
@@ -374,6 +389,8 @@ def gated_scan_backward(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, device=x.device, dtype=dtype)
 
+    if dlast is None and by_hand(x, dt, A, B, C, z, state, dy):
+        return *mamba_cuda.backward(x, dt, bias, A, B, C, D, z, dy), empty(0)
     dx, ddt = empty(batch, length, width, dtype=x.dtype), empty(batch, length, width, dtype=dt.dtype)
     dz = empty(0) if z is None else empty(batch, length, width, dtype=z.dtype)
     dBC, dA = empty(blocks, batch, length, 2 * size), empty(batch, size, width)
@@ -396,12 +413,13 @@ def _(x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tenso
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, length, width = x.shape
     size = A.shape[1]
+    hand = dlast is None and by_hand(x, dt, A, B, C, z, state, dy)
     return (
         x.new_empty(batch, length, width),
         dt.new_empty(batch, length, width),
         x.new_empty(0) if z is None else z.new_empty(batch, length, width),
         x.new_empty(batch, length, 2 * size, dtype=torch.float32),
-        x.new_empty(size, width, dtype=torch.float32).t(),
+        x.new_empty(width, size, dtype=torch.float32) if hand else x.new_empty(size, width, dtype=torch.float32).t(),
         x.new_empty(2, width, dtype=torch.float32),
         x.new_empty(0) if state is None else x.new_empty(batch, size, width, dtype=torch.float32).mT,
     )

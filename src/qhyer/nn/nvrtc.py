@@ -1,0 +1,107 @@
+"""CUDA C++ compiled at run time, by the library that PyTorch's CUDA builds bring along: no compiler is installed.
+
+    scan = load(source, ("-DN=16",), device)["scan_forward"]
+    scan((blocks, batch, 1), threads, x, y, length)                # tensors as pointers, ints as int, on torch's stream
+
+Where Triton's layouts cost more than the arithmetic, a kernel is written out by hand. There is always one in Triton
+beside it, which serves wherever this one cannot be built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+class CompileError(RuntimeError):
+    """The compiler's or the driver's own words."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+@functools.cache
+def _compiler() -> ctypes.CDLL:
+    """By its name, where the loader knows it, or in the packages beside PyTorch's."""
+    major = str(torch.version.cuda).partition(".")[0]
+    name = f"libnvrtc.so.{major}"
+    packages = Path(torch.__file__).parent.parent / "nvidia"
+    for place in (name, *map(str, sorted(packages.glob(f"*/lib/{name}")))):
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
+    raise CompileError(f"{name} was not found")
+
+
+def _checked(status: int) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise CompileError(text.value.decode() if text.value else f"CUDA error {status}")
+
+
+def _compile(source: str, options: tuple[str, ...]) -> bytes:
+    """-> machine code."""
+    library = _compiler()
+    program = ctypes.c_void_p()
+
+    def text(kind: str) -> bytes:
+        size = ctypes.c_size_t()
+        getattr(library, f"nvrtcGet{kind}Size")(program, ctypes.byref(size))
+        found = ctypes.create_string_buffer(size.value)
+        getattr(library, f"nvrtcGet{kind}")(program, found)
+        return found.raw
+
+    if library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None):
+        raise CompileError("NVRTC refused the program")
+    try:
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if library.nvrtcCompileProgram(program, len(options), given):
+            raise CompileError(text("ProgramLog").rstrip(b"\0").decode())
+        return text("CUBIN")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+class Kernel:
+    def __init__(self, function: ctypes.c_void_p) -> None:
+        self.function = function
+
+    def __call__(self, grid: tuple[int, int, int], threads: int, *arguments: Tensor | int) -> None:
+        values = [
+            ctypes.c_void_p(each.data_ptr()) if isinstance(each, Tensor) else ctypes.c_int(each) for each in arguments
+        ]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _checked(_driver().cuLaunchKernel(self.function, *grid, threads, 1, 1, 0, stream, pointers, None))
+
+
+class Module:
+    def __init__(self, module: ctypes.c_void_p) -> None:
+        self.module = module
+        self.kernels: dict[str, Kernel] = {}
+
+    def __getitem__(self, name: str) -> Kernel:
+        if name not in self.kernels:
+            function = ctypes.c_void_p()
+            _checked(_driver().cuModuleGetFunction(ctypes.byref(function), self.module, name.encode()))
+            self.kernels[name] = Kernel(function)
+        return self.kernels[name]
+
+
+@functools.cache
+def load(source: str, options: tuple[str, ...], device: torch.device) -> Module:
+    """The kernels of this source on this device, the current one, compiled once."""
+    major, minor = torch.cuda.get_device_capability(device)
+    code = _compile(source, (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *options))
+    module = ctypes.c_void_p()
+    _checked(_driver().cuModuleLoadData(ctypes.byref(module), code))
+    return Module(module)
