@@ -15,6 +15,7 @@ from torch import Tensor
 from qhyer import distributed
 from qhyer.agent import Agent, Batch, Metrics, Sampler, Stage
 from qhyer.lane import abandon, default_cuda_generator, keep
+from qhyer.nn.adamw_cuda import Step
 
 Loss = Callable[[Batch], tuple[Tensor, Metrics]]
 COMPILED = 256  # configurations of an agent in one process, each with its own version of the compiled loss
@@ -39,6 +40,7 @@ class Update:
         if device.type == "cuda":
             for optimizer in filter(is_capturable, stage.optimizers):
                 _keep_on_device(optimizer, device)
+        self.steps = [Step(optimizer, stage.grad_clip) for optimizer in stage.optimizers]
         self.launched, self.fused = "eager", ""
         self.names: list[str] = []
         self.sums: Tensor | None = None
@@ -128,16 +130,22 @@ class Update:
         self.drop_gradients()
         loss.backward(torch.ones_like(loss))
         distributed.average_gradients(p for parameters in self.parameters for p in parameters)
-        norms = [
-            gradient_norms(parameters) if loss.dim() else gradient_norm(parameters, self.stage.grad_clip)
-            for parameters in self.parameters
-        ]
+        fused = [step.suits() for step in self.steps]
+        norms = []
+        for parameters, step, ours in zip(self.parameters, self.steps, fused):
+            if loss.dim():
+                norms.append(gradient_norms(parameters))
+            else:
+                norms.append(step.norm() if ours else gradient_norm(parameters, self.stage.grad_clip))
         norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm(dim=0)
         metrics = {"loss": loss, **metrics, "grad_norm": norm}
         values = distributed.mean(torch.stack([value.detach() for value in metrics.values()], dim=-1))  # (M,), (S, M)
         self._watch(drawn, (values[..., 0] + values[..., -1]).abs() < torch.inf)  # nor is nan less
-        for optimizer in self.stage.optimizers:
-            optimizer.step()
+        for optimizer, step, ours, own in zip(self.stage.optimizers, self.steps, fused, norms):
+            if ours:
+                step.step(None if loss.dim() else own)
+            else:
+                optimizer.step()
         if self.stage.after_step is not None:
             self.stage.after_step()
         if self.sums is None:

@@ -8,7 +8,6 @@ It serves the usual case: no state carried in or out, channels in multiples of 6
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from pathlib import Path
 
@@ -29,18 +28,6 @@ def _source() -> str:
     return Path(__file__).with_name("mamba_scan.cu").read_text()
 
 
-@functools.cache
-def _works(device: torch.device) -> bool:
-    """Whether anything can be compiled for this device; if not, why, once."""
-    try:
-        nvrtc.load('extern "C" __global__ void nothing() {}', (), device)["nothing"]((1, 1, 1), 32)
-        return True
-    except (nvrtc.CompileError, OSError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        logging.getLogger(__name__).warning("the scan runs as Triton's kernel on %s, slower: %s", device, reason)
-        return False
-
-
 def suits(x: Tensor, A: Tensor, others: tuple[Tensor, ...]) -> bool:
     """For x and `others` (B, L, ...), without a state. The variable QHYER_SCAN=triton says no to all."""
     if not x.is_cuda or torch.version.hip is not None or os.environ.get("QHYER_SCAN") == "triton":
@@ -53,7 +40,7 @@ def suits(x: Tensor, A: Tensor, others: tuple[Tensor, ...]) -> bool:
         fits = fits and tensor.dtype in TYPES and last == 1 and length * max(row, width) <= LARGEST
         if tensor.shape[2] == width:  # channels are read in pairs
             fits = fits and batch % 2 == row % 2 == tensor.storage_offset() % 2 == 0 and batch <= LARGEST
-    return fits and length > 0 and _works(x.device)
+    return fits and length > 0 and nvrtc.works(x.device, "the scan runs as Triton's kernel")
 
 
 def _kernel(name: str, size: int, softplus: bool, gate: bool, device: torch.device, **tensors: Tensor) -> nvrtc.Kernel:

@@ -1,18 +1,20 @@
 """CUDA C++ compiled at run time, by the library that PyTorch's CUDA builds bring along: no compiler is installed.
 
     scan = load(source, ("-DN=16",), device)["scan_forward"]
-    scan((blocks, batch, 1), threads, x, y, length)                # tensors as pointers, ints as int, on torch's stream
+    scan((blocks, batch, 1), threads, x, y, length)        # tensors as pointers, int, float, structures; torch's stream
 
-Where Triton's layouts cost more than the arithmetic, a kernel is written out by hand. There is always one in Triton
-beside it, which serves wherever this one cannot be built.
+Where Triton's layouts cost more than the arithmetic, or arguments are tables, a kernel is written out by hand. Wherever
+it cannot be built, something else serves, which is its reference, too.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,14 +73,22 @@ def _compile(source: str, options: tuple[str, ...]) -> bytes:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+def _as_c(value: Tensor | int | float | ctypes.Structure) -> Any:
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if isinstance(value, ctypes.Structure):
+        return value
+    return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_float(value)
+
+
 class Kernel:
     def __init__(self, function: ctypes.c_void_p) -> None:
         self.function = function
 
-    def __call__(self, grid: tuple[int, int, int], threads: int, *arguments: Tensor | int) -> None:
-        values = [
-            ctypes.c_void_p(each.data_ptr()) if isinstance(each, Tensor) else ctypes.c_int(each) for each in arguments
-        ]
+    def __call__(
+        self, grid: tuple[int, int, int], threads: int, *arguments: Tensor | int | float | ctypes.Structure
+    ) -> None:
+        values = [_as_c(each) for each in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         _checked(_driver().cuLaunchKernel(self.function, *grid, threads, 1, 1, 0, stream, pointers, None))
@@ -95,6 +105,18 @@ class Module:
             _checked(_driver().cuModuleGetFunction(ctypes.byref(function), self.module, name.encode()))
             self.kernels[name] = Kernel(function)
         return self.kernels[name]
+
+
+@functools.cache
+def works(device: torch.device, instead: str) -> bool:
+    """Whether anything can be compiled for this device; if not, why and what serves instead, said once."""
+    try:
+        load('extern "C" __global__ void nothing() {}', (), device)["nothing"]((1, 1, 1), 32)
+        return True
+    except (CompileError, OSError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        logging.getLogger(__name__).warning("%s on %s, slower: %s", instead, device, reason)
+        return False
 
 
 @functools.cache

@@ -1,0 +1,120 @@
+"""Clipping and AdamW in one pass each over gradients and parameters, however many tensors they are (`adamw.cu`).
+
+torch's fused AdamW is a launch for every few dozen tensors and moves half the bytes a second that a copy does; a
+clipped norm takes two more passes over the gradients. The optimiser stays torch's: groups, state, checkpoints.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qhyer.nn import nvrtc
+
+TENSORS, CHUNK, THREADS = 56, 8192, 256  # as in adamw.cu
+
+
+class Table(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p * TENSORS) for name in ("parameter", "gradient", "mean", "square", "rate", "step")),
+        ("size", ctypes.c_longlong * TENSORS),
+        ("decay", ctypes.c_float * TENSORS),
+        ("first", ctypes.c_int * TENSORS),
+    )
+
+
+@functools.cache
+def _source() -> str:
+    return Path(__file__).with_name("adamw.cu").read_text()
+
+
+class Step:
+    """The step of one optimiser, AdamW or Adam without decay, on CUDA and with its state in place."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+        self.optimizer, self.clip = optimizer, clip
+
+    def suits(self) -> bool:
+        """Not at the first step, when torch makes the moments; nor where QHYER_ADAMW=torch says no."""
+        optimizer = self.optimizer
+        device = optimizer.param_groups[0]["params"][0].device
+        known = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        if device.type != "cuda" or not known or os.environ.get("QHYER_ADAMW") == "torch":
+            return False
+        options = [
+            tuple(group[name] for name in ("betas", "eps", "amsgrad", "maximize")) for group in optimizer.param_groups
+        ]
+        (betas, _eps, *others) = options[0]
+        if any(option != options[0] for option in options) or any(others) or min(betas) <= 0.0:
+            return False
+        for group, parameter in self._learned():
+            state = optimizer.state.get(parameter)
+            if not state or not isinstance(group["lr"], Tensor):
+                return False
+            decoupled = isinstance(optimizer, torch.optim.AdamW) or group["weight_decay"] == 0.0
+            assert parameter.grad is not None
+            tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            if not decoupled or not state["step"].is_cuda or state["step"].dtype != torch.float32:
+                return False
+            if not all(t.is_cuda and t.dtype == torch.float32 and t.is_contiguous() for t in tensors):
+                return False
+        here = torch.cuda.current_device() == device.index
+        return here and torch.version.hip is None and nvrtc.works(device, "torch's own AdamW steps")
+
+    def _learned(self) -> Iterator[tuple[dict, Tensor]]:
+        for group in self.optimizer.param_groups:
+            yield from ((group, parameter) for parameter in group["params"] if parameter.grad is not None)
+
+    def tables(self) -> list[tuple[Table, int, int]]:
+        """Of all that has a gradient, with how many tensors and blocks each has."""
+        made: list[tuple[Table, int, int]] = []
+        for group, parameter in self._learned():
+            if not made or made[-1][1] == TENSORS:
+                made.append((Table(), 0, 0))
+            table, count, blocks = made[-1]
+            state = self.optimizer.state[parameter]
+            pointers = dict(
+                parameter=parameter, gradient=parameter.grad, mean=state["exp_avg"], square=state["exp_avg_sq"],
+                rate=group["lr"], step=state["step"],
+            )  # fmt: skip
+            for name, tensor in pointers.items():
+                getattr(table, name)[count] = tensor.data_ptr()
+            table.size[count], table.decay[count] = parameter.numel(), group["weight_decay"]
+            table.first[count] = blocks
+            made[-1] = (table, count + 1, blocks + max(1, math.ceil(parameter.numel() / CHUNK)))
+        return made
+
+    def norm(self) -> Tensor:
+        """Of all gradients together. They stay as they are: `step` scales them."""
+        made = self.tables()
+        device = self.optimizer.param_groups[0]["params"][0].device
+        sums = torch.empty(sum(blocks for _, _, blocks in made), device=device)
+        at = 0
+        for table, count, blocks in made:
+            self._kernel("squares")((blocks, 1, 1), THREADS, table, count, sums[at:])
+            at += blocks
+        return sums.sum().sqrt()
+
+    @torch.no_grad()
+    def step(self, norm: Tensor | None) -> None:
+        """With a norm, as if gradients had been scaled to the greatest one allowed."""
+        made = self.tables()
+        torch._foreach_add_([self.optimizer.state[parameter]["step"] for _, parameter in self._learned()], 1.0)
+        (beta1, beta2), eps = (self.optimizer.param_groups[0][name] for name in ("betas", "eps"))
+        most = self.clip if self.clip is not None and norm is not None else 0.0
+        for table, count, blocks in made:
+            self._kernel("adamw")(
+                (blocks, 1, 1), THREADS, table, count, self.optimizer.param_groups[0]["lr"] if norm is None else norm,
+                float(most), beta1, beta2, math.log(beta1), math.log(beta2), eps,
+            )  # fmt: skip
+
+    def _kernel(self, name: str) -> nvrtc.Kernel:
+        device = self.optimizer.param_groups[0]["params"][0].device
+        return nvrtc.load(_source(), (f"-DTENSORS={TENSORS}",), device)[name]

@@ -1,0 +1,103 @@
+"""Clipping and AdamW by hand are torch's."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from qhyer.nn.adamw_cuda import TENSORS, Step, Table
+from qhyer.nn.optim import adamw
+from qhyer.update import _keep_on_device
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+SHAPES = [(1,), (3,), (8192,), (8193,), (300, 101), (2, 8192), (64, 1024)]
+
+
+def made(device: str, shapes=SHAPES, **options):
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(*shape, generator=generator).to(device)) for shape in shapes]
+    optimizer = adamw(parameters, 1e-2, weight_decay=0.1, **options)
+    _keep_on_device(optimizer, torch.device(device))
+    return parameters, optimizer
+
+
+def draw(parameters, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0, 1e4])
+@pytest.mark.parametrize("copies", [1, 20])  # of the shapes: more tensors than a table holds
+@pytest.mark.gpu
+@on_gpu[1]
+def test_steps_are_torchs(clip, copies):
+    (ours, optimizer), (theirs, reference) = (made("cuda", SHAPES * copies) for _ in range(2))
+    step = Step(optimizer, clip)
+    draw(ours, 0)
+    assert not step.suits()  # no moments yet
+    for number in range(6):
+        for parameters in (ours, theirs):
+            draw(parameters, number)
+        ours[1].grad = theirs[1].grad = None if number == 3 else ours[1].grad  # as of a network that was not used
+        gradients = [p.grad.clone() for p in ours if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(theirs, clip)
+        reference.step()
+        if number == 0:
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(ours, clip)
+            optimizer.step()
+            continue
+        assert step.suits()
+        torch.testing.assert_close(step.norm(), norm, rtol=1e-5, atol=0)
+        step.step(step.norm())
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+    for mine, other in zip(ours, theirs):
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            torch.testing.assert_close(optimizer.state[mine][name], reference.state[other][name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+@on_gpu[1]
+def test_where_it_does_not_serve(monkeypatch):
+    parameters, optimizer = made("cuda")
+    draw(parameters, 0)
+    optimizer.step()
+    assert Step(optimizer, None).suits()
+    monkeypatch.setenv("QHYER_ADAMW", "torch")
+    assert not Step(optimizer, None).suits()
+    monkeypatch.delenv("QHYER_ADAMW")
+    for group in optimizer.param_groups:
+        group["amsgrad"] = True
+    assert not Step(optimizer, None).suits()
+
+
+def test_a_cpu_is_not_asked():
+    parameters, optimizer = made("cpu")
+    draw(parameters, 0)
+    optimizer.step()
+    assert not Step(optimizer, 1.0).suits()
+
+
+def test_tables_hold_every_tensor_once_and_every_number_in_one_block():
+    parameters, optimizer = made("cpu", SHAPES * 20)
+    draw(parameters, 0)
+    optimizer.step()
+    for parameter in parameters[3::7]:
+        parameter.grad = None
+    tables = Step(optimizer, None).tables()
+    seen = [table.parameter[i] for table, count, _ in tables for i in range(count)]
+    assert sorted(seen) == sorted(p.data_ptr() for p in parameters if p.grad is not None)
+    by_place = {p.data_ptr(): p for p in parameters}
+    for table, count, blocks in tables:
+        ends = [*list(table.first)[1:count], blocks]
+        for i, end in enumerate(ends):
+            size = by_place[table.parameter[i]].numel()
+            assert table.size[i] == size and 0 <= (end - table.first[i]) * 8192 - size < 8192
+            assert table.decay[i] == pytest.approx(0.1 if by_place[table.parameter[i]].dim() > 1 else 0.0)
+    assert len(tables) > 1 and ctypes.sizeof(Table) == 64 * TENSORS
+    assert ctypes.sizeof(Table) + 64 < 4096  # of arguments, which all GPUs take
