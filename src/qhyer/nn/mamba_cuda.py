@@ -92,7 +92,8 @@ def backward(
     x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
     dy: Tensor, dz: Tensor | None, dBC: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Writes dz and d[B; C] (B, L, 2 N), rows anywhere -> dx, ddt, dA (E, N), d[bias; D] (2, E)."""
+    """Writes dz and d[B; C] (B, L, 2 N), rows anywhere -> dx, ddt, dA (E, N), d[bias; D] (2, E); the last two are parts
+    of one sum."""
     batch, length, width = x.shape
     size = A.shape[1]
     threads = min(THREADS, width // 2)
@@ -102,7 +103,7 @@ def backward(
         return torch.empty(shape, device=x.device, dtype=dtype)
 
     dx, ddt = empty(batch, length, width, dtype=x.dtype), empty(batch, length, width, dtype=dt.dtype)
-    dA, dvector = empty(batch, width, size), empty(batch, 2, width)
+    dparameter = empty(batch, (size + 2) * width)
     parts = dBC[None] if blocks == 1 else empty(blocks, batch, length, 2 * size)  # one block has all channels: no parts
     gate, dgate = (x, dx) if z is None or dz is None else (z, dz)
     softplus = bias is not None
@@ -111,9 +112,10 @@ def backward(
     )
     kernel(
         (blocks, batch, 1), threads, x, dt, D if bias is None else bias, A.contiguous(), B, C, D, gate, dy,
-        dx, ddt, dgate, parts, dA, dvector, empty(batch, length, width), length, width, batch,
+        dx, ddt, dgate, parts, dparameter, empty(batch, length, width), length, width, batch,
         *_strides(x, dt, B, C, gate, dy, dgate, parts[0]),
     )  # fmt: skip
     if blocks > 1:
         total(parts, dBC)
-    return dx, ddt, total(dA), total(dvector)
+    dA, dvector = total(dparameter).split([size * width, 2 * width])
+    return dx, ddt, dA.view(width, size), dvector.view(2, width)

@@ -204,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scan_backward(
     const DY_T* dy,
     X_T* dx, DT_T* ddt, Z_T* dz,               // (batch, L, E)
     DBC_T* dBC,                                // (blocks, batch, L, 2 N): sums over a block's channels
-    float* dA, float* dvector, float* between, // per sequence: (batch, E, N), (batch, 2, E) of bias and D, (batch, L, E)
+    float* dparameter, float* between,         // per sequence: (batch, (N + 2) E) of A (E, N), bias and D, (batch, L, E)
     int L, int E, int batch, int x_batch, int x_row, int dt_batch, int dt_row, int B_batch, int B_row, int C_batch, int C_row,
     int z_batch, int z_row, int dy_batch, int dy_row, int dz_batch, int dz_row, int dBC_batch, int dBC_row) {
   __shared__ __align__(16) float rows[STEPS][2 * N];
@@ -342,12 +342,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scan_backward(
       put(dBC + ((first + i / N) * dBC_row + i % N), total);
     }
   }
-  float4* to = (float4*)(dA + (b * E + e) * N);
+  dparameter += b * (N + 2) * E;
+  float4* to = (float4*)(dparameter + e * N);
 #pragma unroll
   for (int n = 0; n < 2 * N; n += 4) {
     const float* v = da[n / N] + n % N;
     *to++ = make_float4(v[0], v[1], v[2], v[3]);
   }
-  put(dvector + (2 * b) * E + e, dbias0, dbias1);
-  put(dvector + (2 * b + 1) * E + e, dD0, dD1);
+  put(dparameter + N * E + e, dbias0, dbias1);
+  put(dparameter + (N + 1) * E + e, dD0, dD1);
 }

@@ -133,7 +133,7 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, bias_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, state_ptr, dy_ptr, dlast_ptr,  # inputs
     dx_ptr, ddt_ptr, dz_ptr,  # (B, L, E)
     dBC_ptr,  # (blocks, B, L, 2 N): partial sums over channels
-    dA_ptr, dvector_ptr, dstate_ptr,  # per sequence: (B, N, E), (B, 2, E) of bias and D, (B, N, E)
+    dparameter_ptr, dstate_ptr,  # per sequence: (B, N + 2, E) of A, bias and D, (B, N, E)
     between_ptr,  # (B, L, E): what the first pass tells the second
     L, E, batch,
     x_batch, x_row, dt_batch, dt_row, B_batch, B_row, C_batch, C_row, z_batch, z_row, dy_batch, dy_row,
@@ -228,9 +228,10 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
             dbias += ddelta
         tl.store(ddt_ptr + t * E + e, ddelta, mask=channel)
         g *= tl.exp2(delta[None, :] * A)
-    tl.store(dA_ptr + b * N * E + at, dA, mask=cell)
-    tl.store(dvector_ptr + (2 * b) * E + e, dbias, mask=channel)
-    tl.store(dvector_ptr + (2 * b + 1) * E + e, dD, mask=channel)
+    dparameter_ptr += b * (N + 2) * E
+    tl.store(dparameter_ptr + at, dA, mask=cell)
+    tl.store(dparameter_ptr + N * E + e, dbias, mask=channel)
+    tl.store(dparameter_ptr + (N + 1) * E + e, dD, mask=channel)
     if STATE:
         tl.store(dstate_ptr + b * N * E + at, g, mask=cell)
 
@@ -368,7 +369,7 @@ def scan_backward(
     state: Tensor | None, dy: Tensor, dlast: Tensor | None, dz: Tensor | None, dBC: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Writes dz and d[B; C] (B, L, 2 N), whose batch and rows may lie anywhere -> dx, ddt, dA, d[bias; D] (2, E),
-    dstate (empty without a state)."""
+    dstate (empty without a state). dA and d[bias; D] are parts of one sum."""
     batch, length, width = x.shape
     size = A.shape[1]
     x, dt, B, C, dy = _contiguous(x, dt, B, C, dy)
@@ -381,19 +382,20 @@ def scan_backward(
     if dlast is None and by_hand(x, dt, A, B, C, z, state, dy, *written):
         return *mamba_cuda.backward(x, dt, bias, A, B, C, D, z, dy, dz, dBC), empty(0)
     dx, ddt = empty(batch, length, width, dtype=x.dtype), empty(batch, length, width, dtype=dt.dtype)
-    parts, dA = empty(blocks, batch, length, 2 * size), empty(batch, size, width)
-    dvector, dstate = empty(batch, 2, width), empty(0) if state is None else empty(batch, size, width)
+    parts, dparameter = empty(blocks, batch, length, 2 * size), empty(batch, size + 2, width)
+    dstate = empty(0) if state is None else empty(batch, size, width)
     gate, dgate = (x, dx) if z is None or dz is None else (_contiguous(z)[0], dz)
     _scan_backward_kernel[(blocks, batch)](
         x, dt, D if bias is None else bias, A.t().contiguous(), B, C, D, gate,
         D if state is None else state.mT.contiguous(), dy, D if dlast is None else dlast.mT.contiguous(),
-        dx, ddt, dgate, parts, dA, dvector, dstate, empty(batch, length, width), length, width, batch,
+        dx, ddt, dgate, parts, dparameter, dstate, empty(batch, length, width), length, width, batch,
         *_rows(x, dt, B, C, gate, dy, dgate),
         N=size, P=triton.next_power_of_2(size), **BACKWARD, SOFTPLUS=bias is not None, GATE=z is not None,
         STATE=state is not None, DLAST=dlast is not None, num_warps=1,
     )  # fmt: skip
     total(parts, dBC)
-    return dx, ddt, total(dA).t(), total(dvector), dstate if state is None else dstate.mT
+    dA, dvector = total(dparameter).split([size, 2])
+    return dx, ddt, dA.t(), dvector, dstate if state is None else dstate.mT
 
 
 @torch.library.custom_op("qhyer::gated_scan", mutates_args=())
@@ -429,7 +431,7 @@ def gated_scan_backward(
     dBC = torch.empty(batch, length, 2 * A.shape[1], device=x.device, dtype=torch.float32)
     dx, ddt, *others = scan_backward(x, dt, bias, A, B, C, D, z, state, dy, dlast, dz, dBC)
     dA, dvector, dstate = others
-    return dx, ddt, x.new_empty(0) if dz is None else dz, dBC, dA, dvector, dstate
+    return dx, ddt, x.new_empty(0) if dz is None else dz, dBC, dA, dvector.clone(), dstate  # no two of one memory
 
 
 @gated_scan_backward.register_fake
