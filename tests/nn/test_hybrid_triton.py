@@ -8,7 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from qhyer.nn import hybrid_triton
+from qhyer.nn.attention_triton import short_attention
 from qhyer.nn.hybrid import HybridDecoder
+from qhyer.nn.mamba_triton import conv_silu, gated_scan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -84,3 +86,109 @@ def test_dropout_draws_from_torch_s_generator(monkeypatch):
     still = decoder.eval()(x)[0]
     monkeypatch.setenv("QHYER_TRITON", "0")
     torch.testing.assert_close(still, decoder(x)[0], rtol=1e-5, atol=1e-5)
+
+
+def composed(block, h, batch, seed, drop):
+    """The branches from operations that know their own gradients, glued by autograd."""
+    outputs = []
+    if block.attention is not None:
+        qkv = (h @ block.attention.qkv.weight.to(h.dtype).t()).view(batch, -1, 3 * h.shape[1])
+        o = short_attention(qkv, block.attention.qkv.bias, block.attention.heads, drop, seed)
+        outputs.append(o.flatten(0, 1) @ block.attention.out.weight.to(h.dtype).t())
+    if (mamba := block.mamba) is not None:
+        x, z = (h @ mamba.in_proj.weight.to(h.dtype).t()).view(batch, -1, 2 * mamba.inner).chunk(2, dim=-1)
+        x = conv_silu(x, mamba.conv_weight, mamba.conv_bias, 0)
+        sizes = [mamba.rank, mamba.state_size, mamba.state_size]
+        dt, B, C = (x @ mamba.x_proj.weight.to(h.dtype).t()).split(sizes, dim=-1)
+        dt = dt @ mamba.dt_proj.weight.to(h.dtype).t()
+        y, _ = gated_scan(x, dt, mamba.dt_proj.bias, mamba.A, B, C, mamba.D, z, None)
+        outputs.append(y.flatten(0, 1) @ mamba.out_proj.weight.to(h.dtype).t())
+    return outputs
+
+
+def odd_block(backbone):
+    torch.manual_seed(0)
+    decoder = HybridDecoder(24, 1, 3, 0.0, backbone, 5).to(DEVICE)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return decoder, decoder.blocks[0]
+
+
+@pytest.mark.parametrize("backbone", ["hybrid", "attention", "mamba"])
+@pytest.mark.parametrize(("drop", "dtype"), [(0.0, torch.float32), (0.3, torch.float32), (0.3, torch.float16)])
+def test_branches_are_their_parts(backbone, drop, dtype):
+    """Sizes that are no powers of two; dropout, too, since both draw by the same seed."""
+    decoder, block = odd_block(backbone)
+    h = torch.randn(3 * 5, 24, device=DEVICE).to(dtype).requires_grad_()
+    seed = torch.tensor([7], device=DEVICE)
+    weights = hybrid_triton._Weights([block], decoder, dtype)
+    parameters = {
+        n: p for n, p in block.named_parameters() if n.startswith(("attention", "mamba")) and n != "attention.out.bias"
+    }
+    got = [y for y in hybrid_triton._branches(block, h, weights, 0, 3, seed, drop) if y is not None]
+    want = composed(block, h, 3, seed, drop)
+    grads = [torch.randn_like(y) for y in want]
+    rounding = 1e-5 if dtype == torch.float32 else 4e-3
+    assert len(got) == len(want)
+    for a, b in zip(got, want):
+        assert a.dtype == dtype and (a - b).norm() <= rounding * b.norm()
+    found, wanted = (torch.autograd.grad(ys, [h, *parameters.values()], grads) for ys in (got, want))
+    for name, a, b in zip(["h", *parameters], found, wanted, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape, name
+        assert (a - b).norm() <= rounding * b.norm().clamp_min(1e-3), name
+
+
+def test_one_output_alone_has_a_gradient():
+    decoder, block = odd_block("hybrid")
+    h, seed = torch.randn(3 * 5, 24, device=DEVICE).requires_grad_(), torch.tensor([7], device=DEVICE)
+    weights = hybrid_triton._Weights([block], decoder, torch.float32)
+    for i in range(2):
+        got = hybrid_triton._branches(block, h, weights, 0, 3, seed, 0.0)[i]
+        want = composed(block, h, 3, seed, 0.0)[i]
+        grad = torch.randn_like(want)
+        torch.testing.assert_close(*(torch.autograd.grad(y, h, grad)[0] for y in (got, want)), rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_inputs_give_the_same_bits(monkeypatch):
+    monkeypatch.setenv("QHYER_TRITON", "interpret")
+    decoder, x = make("hybrid"), torch.randn(2, 7, 32, device=DEVICE)
+    (_, one), (_, two) = outcome(decoder, x), outcome(decoder, x)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("backbone", ["hybrid", "attention", "mamba"])
+def test_operator_contract(backbone):
+    decoder, block = odd_block(backbone)
+    called = {}
+
+    def keep(*arguments):
+        called["with"] = arguments
+        return branches(*arguments)
+
+    branches = hybrid_triton.branches
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrid_triton, "branches", keep)
+        h = torch.randn(3 * 5, 24, device=DEVICE).requires_grad_()
+        weights = hybrid_triton._Weights([block], decoder, torch.float32)
+        hybrid_triton._branches(block, h, weights, 0, 3, torch.tensor([7], device=DEVICE), 0.1)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(branches, called["with"], test_utils=tests)
+
+
+def test_the_compiler_can_follow(monkeypatch):
+    monkeypatch.setenv("QHYER_TRITON", "interpret")
+    decoder, x = make("hybrid", dropout=0.1).train(), torch.randn(2, 7, 32, device=DEVICE)
+
+    def loss(x):
+        return decoder(x)[0].square().sum()
+
+    found = []
+    for function in (loss, torch.compile(loss, fullgraph=True, dynamic=False, backend="aot_eager")):
+        decoder.zero_grad()
+        torch.manual_seed(0)
+        value = function(x)
+        value.backward()
+        found.append([value.detach(), *(p.grad for p in decoder.parameters())])
+    for value, followed in zip(*found, strict=True):
+        torch.testing.assert_close(followed, value)

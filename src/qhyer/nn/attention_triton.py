@@ -85,7 +85,7 @@ def _attention_forward_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _attention_backward_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, bias_ptr, seed_ptr, do_ptr, dqkv_ptr, dbias_ptr,  # dbias (B, 3 H WIDTH): partial sums
-    L, H, scale, drop, qkv_batch, qkv_row, do_batch, do_row,
+    L, H, scale, drop, qkv_batch, qkv_row, do_batch, do_row, dqkv_batch, dqkv_row,
     WIDTH: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(0), tl.program_id(1)
@@ -98,7 +98,7 @@ def _attention_backward_kernel(  # type: ignore[no-untyped-def]
     do_ptr += b.to(tl.int64) * do_batch + h * WIDTH
     bias_ptr += h * WIDTH
     dbias_ptr += b.to(tl.int64) * 3 * third + h * WIDTH
-    at = dqkv_ptr + b.to(tl.int64) * L * 3 * third + h * WIDTH + t[:, None] * (3 * third) + d[None, :]
+    at = dqkv_ptr + b.to(tl.int64) * dqkv_batch + h * WIDTH + t[:, None] * dqkv_row + d[None, :]
     q = _load(qkv_ptr, bias_ptr, t, d, L, qkv_row, WIDTH, BIAS)
     k = _load(qkv_ptr + third, bias_ptr + third, t, d, L, qkv_row, WIDTH, BIAS)
     v = _load(qkv_ptr + 2 * third, bias_ptr + 2 * third, t, d, L, qkv_row, WIDTH, BIAS)
@@ -151,14 +151,8 @@ def _packed(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("qhyer::short_attention", mutates_args=())
-def short_attention(qkv: Tensor, bias: Tensor | None, heads: int, drop: float, seed: Tensor | None) -> Tensor:
-    """Causal attention. qkv (B, L, 3 d), as `view(B, L, 3, heads, d / heads)`, L <= 128; bias (3 d,), added to it
-    -> (B, L, d) in qkv's dtype.
-
-    Probabilities are dropped with probability `drop`, by `seed` (one int64, on the device: a captured graph reads what
-    is there when it is replayed); at 0.0 it is not needed.
-    """
+def forward(qkv: Tensor, bias: Tensor | None, heads: int, drop: float, seed: Tensor | None) -> Tensor:
+    """`short_attention` without autograd."""
     batch, length, packed = qkv.shape
     assert length <= MAX_LENGTH, f"{length} steps are too many for one tile of scores: at most {MAX_LENGTH}"
     assert drop == 0.0 or seed is not None, "dropout needs a seed"
@@ -171,6 +165,35 @@ def short_attention(qkv: Tensor, bias: Tensor | None, heads: int, drop: float, s
     return o
 
 
+def backward(
+    qkv: Tensor, bias: Tensor | None, heads: int, drop: float, seed: Tensor | None, do: Tensor, dqkv: Tensor
+) -> Tensor:
+    """Writes dqkv, whose batch and rows may lie anywhere -> dbias in float32 (empty without a bias)."""
+    batch, length, packed = qkv.shape
+    qkv, do, width = _packed(qkv), _packed(do), packed // (3 * heads)
+    dbias = torch.empty(batch, 0 if bias is None else packed, device=qkv.device, dtype=torch.float32)
+    launch = _launch(length, width)
+    if launch["num_warps"] == 4 and qkv.element_size() == 2:
+        launch["maxnreg"] = 128  # instead of 160: four programs on a multiprocessor, not three
+    _attention_backward_kernel[(heads, batch)](
+        qkv, qkv if bias is None else bias, qkv if seed is None else seed, do, dqkv, dbias, length, heads,
+        1.0 / math.sqrt(width), drop, *qkv.stride()[:2], *do.stride()[:2], *dqkv.stride()[:2], BIAS=bias is not None,
+        DROP=drop > 0.0, **launch,
+    )  # fmt: skip
+    return total(dbias)
+
+
+@torch.library.custom_op("qhyer::short_attention", mutates_args=())
+def short_attention(qkv: Tensor, bias: Tensor | None, heads: int, drop: float, seed: Tensor | None) -> Tensor:
+    """Causal attention. qkv (B, L, 3 d), as `view(B, L, 3, heads, d / heads)`, L <= 128; bias (3 d,), added to it
+    -> (B, L, d) in qkv's dtype.
+
+    Probabilities are dropped with probability `drop`, by `seed` (one int64, on the device: a captured graph reads what
+    is there when it is replayed); at 0.0 it is not needed.
+    """
+    return forward(qkv, bias, heads, drop, seed)
+
+
 @short_attention.register_fake
 def _(qkv: Tensor, bias: Tensor | None, heads: int, drop: float, seed: Tensor | None) -> Tensor:
     return qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3)
@@ -181,19 +204,8 @@ def short_attention_backward(
     qkv: Tensor, bias: Tensor | None, heads: int, drop: float, seed: Tensor | None, do: Tensor
 ) -> tuple[Tensor, Tensor]:
     """-> dqkv and, in float32, dbias (empty without a bias)."""
-    batch, length, packed = qkv.shape
-    qkv, do, width = _packed(qkv), _packed(do), packed // (3 * heads)
-    dqkv = torch.empty(batch, length, packed, device=qkv.device, dtype=qkv.dtype)
-    dbias = torch.empty(batch, 0 if bias is None else packed, device=qkv.device, dtype=torch.float32)
-    launch = _launch(length, width)
-    if launch["num_warps"] == 4 and qkv.element_size() == 2:
-        launch["maxnreg"] = 128  # instead of 160: four programs on a multiprocessor, not three
-    _attention_backward_kernel[(heads, batch)](
-        qkv, qkv if bias is None else bias, qkv if seed is None else seed, do, dqkv, dbias, length, heads,
-        1.0 / math.sqrt(width), drop, *qkv.stride()[:2], *do.stride()[:2], BIAS=bias is not None, DROP=drop > 0.0,
-        **launch,
-    )  # fmt: skip
-    return dqkv, total(dbias)
+    dqkv = torch.empty(qkv.shape, device=qkv.device, dtype=qkv.dtype)
+    return dqkv, backward(qkv, bias, heads, drop, seed, do, dqkv)
 
 
 @short_attention_backward.register_fake

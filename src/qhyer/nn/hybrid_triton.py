@@ -1,28 +1,32 @@
 """The hybrid decoder's training pass on CUDA, with everything between its matrix products fused.
 
 Between two products stands one kernel: `seam` (bias, mixing by the gate, dropout, residual, LayerNorm, the next gate),
-`short_attention`, `bias_gelu`, and Mamba's convolution and scan. Biases are added, and their gradients summed, by the
-kernel that reads the product. The residual stream is float32, what enters a product has its dtype (bfloat16 under
-autocast). Same function as `HybridDecoder.forward`, which is the reference; tests compare values and gradients.
+attention, `bias_gelu`, and Mamba's convolution and scan. Biases are added, and their gradients summed, by the kernel
+that reads the product. The residual stream is float32, what enters a product has its dtype (bfloat16 under autocast).
+Same function as `HybridDecoder.forward`, which is the reference; tests compare values and gradients.
+
+A block's branches are one operation, `branches`, with a backward written out. Queries, keys, values, x and z are
+columns of one product; their gradients are written into columns of one matrix, so that the gradient of h, and that of
+the stacked weights, is one product, too. Where a tensor has two readers, the second gradient is accumulated by the
+product that makes it. Autograd would add, join and cast instead, each time in a pass over memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from qhyer.nn.attention_triton import MAX_LENGTH, shared_bytes, shared_memory, short_attention
-from qhyer.nn.mamba_triton import conv_silu, gated_scan
+from qhyer.nn import attention_triton as attending
+from qhyer.nn import mamba_triton as scanning
+from qhyer.nn.attention_triton import MAX_LENGTH, shared_bytes, shared_memory
 from qhyer.nn.seam_triton import bias_gelu, bias_gelu_backward, seam
-from qhyer.nn.streams import concurrently
+from qhyer.nn.streams import fork
 
 if TYPE_CHECKING:
     from qhyer.nn.attention import CausalAttention
     from qhyer.nn.hybrid import HybridBlock, HybridDecoder
-    from qhyer.nn.mamba import Mamba
 
 
 def fits(decoder: HybridDecoder, length: int, dtype: torch.dtype) -> bool:
@@ -36,27 +40,18 @@ def fits(decoder: HybridDecoder, length: int, dtype: torch.dtype) -> bool:
     return length <= MAX_LENGTH and head <= 128 and shared_bytes(length, head, dtype) <= room
 
 
-class _Products(torch.autograd.Function):
-    """x W_i^T for several matrices, given in float32 and again in x's dtype. Gradients go to the float32 ones.
-
-    The gradient of x is accumulated by the products themselves, not by additions of their results.
-    """
+class _Product(torch.autograd.Function):
+    """x W^T, W given in float32 and again in x's dtype. Its gradient goes to the float32 one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, *weights: Tensor) -> tuple[Tensor, ...]:
-        low = weights[count:]
-        ctx.count = count
-        ctx.save_for_backward(x, *low)
-        return tuple(x @ weight.t() for weight in low)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, low: Tensor) -> Tensor:
+        ctx.save_for_backward(x, low)
+        return x @ low.t()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *low = ctx.saved_tensors
-        dx = None
-        for grad, weight in zip(grads, low):
-            dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
-        dweights = [_weight_gradient(grad, x) for grad in grads]
-        return (dx, None, *dweights, *([None] * ctx.count))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, low = ctx.saved_tensors
+        return grad @ low, _weight_gradient(grad, x), None
 
 
 class _GeluProduct(torch.autograd.Function):
@@ -85,74 +80,255 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class _Weights:
-    """The decoder's matrices in the dtype of the products, all cast by one kernel per pass."""
+    """The decoder's matrices in the dtype of the products, all cast by one kernel per pass; those that read the same
+    stand one below the other. And A of every Mamba."""
 
-    def __init__(self, decoder: nn.Module, dtype: torch.dtype) -> None:
-        self.full = [m.weight for m in decoder.modules() if isinstance(m, nn.Linear) and m.out_features > 1]
-        if dtype == torch.float32:
-            low: Sequence[Tensor] = [weight.detach() for weight in self.full]
-        else:
-            low = [torch.empty_like(weight, dtype=dtype) for weight in self.full]
-            with torch.no_grad():
-                torch._foreach_copy_(low, self.full)
-        self.low = {id(weight): copy for weight, copy in zip(self.full, low)}
+    def __init__(self, blocks: list[HybridBlock], decoder: nn.Module, dtype: torch.dtype) -> None:
+        same = dtype == torch.float32
+        self.low: dict[int, Tensor] = {}
+        self.stacks: list[Tensor] = []  # of each block: [qkv; x; z], of what it has
+        self.A: list[Tensor] = []
+        sources: list[Tensor] = []
+        copies: list[Tensor] = []
+        for block in blocks:
+            parts: list[Tensor] = [] if block.attention is None else [block.attention.qkv.weight]
+            parts += [] if block.mamba is None else [block.mamba.in_proj.weight]
+            if same and len(parts) == 1:
+                stack = parts[0].detach()
+            else:
+                stack = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1], dtype=dtype)
+                sources += parts
+                copies += stack.split([len(part) for part in parts])
+            self.stacks.append(stack)
+            self.low.update((id(part), stack) for part in parts)  # found here, not cast once more
+        for layer in decoder.modules():
+            if isinstance(layer, nn.Linear) and layer.out_features > 1 and id(layer.weight) not in self.low:
+                low = layer.weight.detach() if same else torch.empty_like(layer.weight, dtype=dtype)
+                if not same:
+                    sources.append(layer.weight)
+                    copies.append(low)
+                self.low[id(layer.weight)] = low
+        logs: list[Tensor] = [block.mamba.A_log for block in blocks if block.mamba is not None]
+        with torch.no_grad():
+            if copies:
+                torch._foreach_copy_(copies, sources)
+            if logs:
+                self.A = list(torch._foreach_neg(torch._foreach_exp(logs)))
 
-    def of(self, layer: nn.Linear, parts: int = 1) -> list[tuple[Tensor, Tensor]]:
-        """A layer's matrix in both dtypes, cut into parts of its outputs."""
-        full, low = layer.weight, self.low[id(layer.weight)]
-        return [(full, low)] if parts == 1 else list(zip(full.chunk(parts), low.chunk(parts)))
-
-    def products(self, x: Tensor, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        full, low = zip(*pairs)
-        return _Products.apply(x, len(full), *full, *low)
+    def of(self, layer: nn.Linear) -> Tensor:
+        return self.low[id(layer.weight)]
 
     def product(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        return self.products(x, *self.of(layer))[0]
+        return _Product.apply(x, layer.weight, self.of(layer))
 
 
-def _mamba(mamba: Mamba, x: Tensor, z: Tensor, weights: _Weights, batch: int) -> Tensor:
-    """After the first projection, before the last: (M, E) all."""
-    x, z = x.view(batch, -1, mamba.inner), z.view(batch, -1, mamba.inner)
-    x = conv_silu(x, mamba.conv_weight, mamba.conv_bias, 0)
-    selected = weights.product(x.flatten(0, 1), mamba.x_proj)  # (M, R + 2 N)
-    dt, BC = selected.split([mamba.rank, 2 * mamba.state_size], dim=-1)
-    dt = weights.product(dt, mamba.dt_proj).view(x.shape)
-    B, C = BC.float().view(batch, -1, 2 * mamba.state_size).chunk(2, dim=-1)
-    y, _ = gated_scan(x, dt, mamba.dt_proj.bias, mamba.A, B, C, mamba.D, z, None)
-    return y.flatten(0, 1)
+# ------------------------------------------------------------------------------------------------- a block's branches
+
+
+def _columns(projected: Tensor, attention: list[Tensor], batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(M, 3 d + 2 E) -> queries, keys and values, x and z, (B, L, .) each; those of an absent branch are empty."""
+    packed = len(attention[0]) if attention else 0
+    rows = projected.view(batch, -1, projected.shape[1])
+    inner = (projected.shape[1] - packed) // 2
+    return rows[..., :packed], rows[..., packed : packed + inner], rows[..., packed + inner :]
+
+
+def _selection(selected: Tensor, rank: int, batch: int) -> tuple[Tensor, Tensor]:
+    """(M, R + 2 N) -> delta (M, R) and [B; C] (B, L, 2 N), where they lie."""
+    return selected[:, :rank], selected.view(batch, -1, selected.shape[1])[..., rank:]
+
+
+@torch.library.custom_op("qhyer::branches", mutates_args=())
+def branches(
+    h: Tensor, attention: list[Tensor], mamba: list[Tensor], low: list[Tensor], seed: Tensor, batch: int, heads: int,
+    drop: float,
+) -> list[Tensor]:  # fmt: skip
+    """The outputs of a block's branches of h (M, d): attention's, without its bias, and Mamba's, (M, d) each.
+
+    Parameters, none of a branch that is not there:
+      attention   qkv weight and bias, out weight
+      mamba       in_proj weight, conv weight and bias, x_proj weight, dt_proj weight and bias, A_log, D, out_proj
+                  weight
+      low         in h's dtype: the stack of qkv and in_proj; attention's out; Mamba's x_proj, dt_proj, out_proj, and A
+    -> the outputs, the product with the stack, and what backward needs of each branch: o; x' (after the convolution),
+    selected, dt, y.
+    """
+    projected = h @ low[0].t()
+    qkv, x, z = _columns(projected, attention, batch)
+
+    def attend() -> list[Tensor]:
+        o = attending.forward(qkv, attention[1], heads, drop, seed).flatten(0, 1)
+        return [o @ low[1].t(), o]
+
+    def scan() -> list[Tensor]:
+        _, conv_weight, conv_bias, _, _, bias, _, D, _ = mamba
+        x_proj, dt_proj, out_proj, A = low[-4:]
+        u = scanning.conv_forward(x, conv_weight, conv_bias, 0)
+        selected = u.flatten(0, 1) @ x_proj.t()
+        delta, BC = _selection(selected, dt_proj.shape[1], batch)
+        dt = delta @ dt_proj.t()
+        B, C = BC.chunk(2, dim=-1)
+        y, _ = scanning.scan_forward(u, dt.view(u.shape), bias, A, B, C, D, z, None, False)
+        y = y.flatten(0, 1)
+        return [y @ out_proj.t(), u.flatten(0, 1), selected, dt, y]
+
+    one: list[Tensor] = []
+    two: list[Tensor] = []
+    if not mamba:
+        one = attend()
+    elif not attention:
+        two = scan()
+    else:
+        one, two = fork("branches", attend, scan, h.device)
+    return [*one[:1], *two[:1], projected, *one[1:], *two[1:]]
+
+
+@branches.register_fake
+def _(
+    h: Tensor, attention: list[Tensor], mamba: list[Tensor], low: list[Tensor], seed: Tensor, batch: int, heads: int,
+    drop: float,
+) -> list[Tensor]:  # fmt: skip
+    rows, dim = h.shape
+    outputs = [h.new_empty(rows, dim) for _ in range(bool(attention) + bool(mamba))]
+    kept = [len(low[0])]
+    if attention:
+        kept += [dim]
+    if mamba:
+        inner = len(mamba[7])
+        kept += [inner, len(mamba[3]), inner, inner]
+    return [*outputs, *(h.new_empty(rows, width) for width in kept)]
+
+
+@torch.library.custom_op("qhyer::branches_backward", mutates_args=())
+def branches_backward(
+    grads: list[Tensor], h: Tensor, attention: list[Tensor], mamba: list[Tensor], low: list[Tensor], kept: list[Tensor],
+    seed: Tensor, batch: int, heads: int, drop: float,
+) -> list[Tensor]:  # fmt: skip
+    """-> gradients: of h and the stack; of attention's bias and out weight; of Mamba's convolution (width + 1, E),
+    x_proj and dt_proj weights, [dt_proj bias; D] (2, E), A_log and out_proj weight."""
+    projected = kept[0]
+    dprojected = torch.empty_like(projected)
+    qkv, x, z = _columns(projected, attention, batch)
+    dqkv, dx, dz = _columns(dprojected, attention, batch)
+
+    def attend() -> list[Tensor]:
+        grad, o = grads[0], kept[1]
+        do = (grad @ low[1]).view(batch, -1, o.shape[1])
+        dbias = attending.backward(qkv, attention[1], heads, drop, seed, do, dqkv)
+        return [dbias, _weight_gradient(grad, o)]
+
+    def scan() -> list[Tensor]:
+        _, conv_weight, conv_bias, _, _, bias, _, D, _ = mamba
+        x_proj, dt_proj, out_proj, A = low[-4:]
+        grad, (u, selected, dt, y) = grads[-1], kept[-4:]
+        rank, inside = dt_proj.shape[1], x.shape
+        delta, BC = _selection(selected, rank, batch)
+        B, C = BC.chunk(2, dim=-1)
+        dselected = torch.empty_like(selected)
+        ddelta, dBC = _selection(dselected, rank, batch)
+        dy = (grad @ out_proj).view(inside)
+        du, ddt, dA, dvector, _ = scanning.scan_backward(
+            u.view(inside), dt.view(inside), bias, A, B, C, D, z, None, dy, None, dz, dBC
+        )
+        ddt = ddt.flatten(0, 1)
+        torch.mm(ddt, dt_proj, out=ddelta)
+        du.view(-1, inside[-1]).addmm_(dselected, x_proj)  # u is read by x_proj and by the scan
+        dconv = scanning.conv_backward(x, conv_weight, conv_bias, du, 0, dx)
+        return [
+            dconv, _weight_gradient(dselected, u), _weight_gradient(ddt, delta), dvector,
+            torch.mul(dA, A, out=torch.empty_like(A)), _weight_gradient(grad, y),
+        ]  # fmt: skip
+
+    one: list[Tensor] = []
+    two: list[Tensor] = []
+    if not mamba:
+        one = attend()
+    elif not attention:
+        two = scan()
+    else:
+        one, two = fork("branches", attend, scan, h.device)
+    return [dprojected @ low[0], _weight_gradient(dprojected, h), *one, *two]
+
+
+@branches_backward.register_fake
+def _(
+    grads: list[Tensor], h: Tensor, attention: list[Tensor], mamba: list[Tensor], low: list[Tensor], kept: list[Tensor],
+    seed: Tensor, batch: int, heads: int, drop: float,
+) -> list[Tensor]:  # fmt: skip
+    def full(*shape: int) -> Tensor:
+        return h.new_empty(shape, dtype=torch.float32)
+
+    found = [h.new_empty(h.shape), full(*low[0].shape)]
+    if attention:
+        found += [full(*attention[1].shape), full(*attention[2].shape)]
+    if mamba:
+        _, conv, _, x_proj, dt_proj, _, A_log, D, out_proj = mamba
+        shapes = [(conv.shape[1] + 1, len(conv)), x_proj.shape, dt_proj.shape, (2, len(D)), A_log.shape, out_proj.shape]
+        found += [full(*shape) for shape in shapes]
+    return found
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    h, attention, mamba, low, seed, ctx.batch, ctx.heads, ctx.drop = inputs
+    ctx.counts = [len(attention), len(mamba), len(low)]
+    kept = output[bool(attention) + bool(mamba) :]
+    ctx.save_for_backward(h, seed, *attention, *mamba, *low, *kept)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    h, seed, *saved = ctx.saved_tensors
+    groups = []
+    for count in ctx.counts:
+        groups.append(saved[:count])
+        saved = saved[count:]
+    attention, mamba, low = groups
+    # The gradients of the outputs alone: nobody else sees what was kept.
+    given = [torch.zeros_like(h) if g is None else g for g in grads[: bool(attention) + bool(mamba)]]
+    found = branches_backward(given, h, attention, mamba, low, saved, seed, ctx.batch, ctx.heads, ctx.drop)
+    dh, dstack, *rest = found
+    packed = len(attention[0]) if attention else 0
+    dattention, dmamba = [], []
+    if attention:
+        dbias, dout = rest[:2]
+        dattention = [dstack[:packed], dbias, dout]
+    if mamba:
+        dconv, dx_proj, ddt_proj, dvector, dA_log, dout_proj = rest[-6:]
+        dmamba = [
+            dstack[packed:], dconv[:-1].t(), dconv[-1], dx_proj, ddt_proj, dvector[0], dA_log, dvector[1], dout_proj,
+        ]  # fmt: skip
+    return dh, dattention, dmamba, [None] * len(low), None, None, None, None
+
+
+branches.register_autograd(_backward, setup_context=_setup)
 
 
 def _branches(
-    block: HybridBlock, h: Tensor, weights: _Weights, batch: int, seed: Tensor, drop: float
+    block: HybridBlock, h: Tensor, weights: _Weights, index: int, batch: int, seed: Tensor, drop: float
 ) -> tuple[Tensor, Tensor | None]:
     """The outputs of the block's branches (M, d), attention's first and without its bias."""
-    attention, mamba = block.attention, block.mamba
-
-    def attend(qkv: Tensor) -> Tensor:
-        assert attention is not None
-        o = short_attention(qkv.view(batch, -1, qkv.shape[-1]), attention.qkv.bias, attention.heads, drop, seed)
-        return weights.product(o.flatten(0, 1), attention.out)
-
-    def scan(x: Tensor, z: Tensor) -> Tensor:
-        assert mamba is not None
-        return weights.product(_mamba(mamba, x, z, weights, batch), mamba.out_proj)
-
-    if attention is None:
-        assert mamba is not None
-        return scan(*weights.products(h, *weights.of(mamba.in_proj, 2))), None
-    if mamba is None:
-        return attend(weights.product(h, attention.qkv)), None
-    # x and z apart: together they would be one product, but their gradients two tensors to be joined by a copy.
-    qkv, x, z = weights.products(h, *weights.of(attention.qkv), *weights.of(mamba.in_proj, 2))
-    (out,) = weights.of(attention.out)
-    return concurrently("attention", lambda: attend(qkv), lambda: scan(x, z), [qkv, seed, out[1]])
+    first: list[Tensor] = []
+    second: list[Tensor] = []
+    low, heads = [weights.stacks[index]], 1
+    if (attention := block.attention) is not None:
+        first = [attention.qkv.weight, attention.qkv.bias, attention.out.weight]
+        low, heads = [*low, weights.of(attention.out)], attention.heads
+    if (mamba := block.mamba) is not None:
+        second = [
+            mamba.in_proj.weight, mamba.conv_weight, mamba.conv_bias, mamba.x_proj.weight, mamba.dt_proj.weight,
+            mamba.dt_proj.bias, mamba.A_log, mamba.D, mamba.out_proj.weight,
+        ]  # fmt: skip
+        products = (mamba.x_proj, mamba.dt_proj, mamba.out_proj)
+        low = [*low, *(weights.of(layer) for layer in products), weights.A[index]]
+    one, two, *_ = branches(h, first, second, low, seed, batch, heads, drop)
+    return one, two if first and second else None
 
 
 def decode(decoder: HybridDecoder, x: Tensor, dtype: torch.dtype) -> Tensor:
     """x (B, L, d) -> the decoder's outputs (B, L, d), in `dtype`."""
     batch, length, dim = x.shape
     blocks: list[HybridBlock] = list(decoder.blocks)  # type: ignore[arg-type]
-    weights = _Weights(decoder, dtype)
+    weights = _Weights(blocks, decoder, dtype)
     drop = blocks[0].dropout.p if decoder.training else 0.0
     seeds = torch.randint(2**31 - 1, (len(blocks), 3, 1), device=x.device)
 
@@ -168,11 +344,11 @@ def decode(decoder: HybridDecoder, x: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.reshape(-1, dim).float()
     _, h, alpha = join(x, None, None, None, None, blocks[0].norm, blocks[0].gate, seeds[0, 0])
     for i, block in enumerate(blocks):
-        first, second = _branches(block, h, weights, batch, seeds[i, 0], drop)
+        first, second = _branches(block, h, weights, i, batch, seeds[i, 0], drop)
         norm, up, _, down, _ = (cast(Any, layer) for layer in block.mlp)
         bias = None if block.attention is None else block.attention.out.bias
         x, h, _ = join(x, first, bias, second, alpha, norm, None, seeds[i, 1])
-        h = _GeluProduct.apply(weights.product(h, up), up.bias, *weights.of(down)[0])
+        h = _GeluProduct.apply(weights.product(h, up), up.bias, down.weight, weights.of(down))
         last = i + 1 == len(blocks)
         norm, gate = (decoder.norm, None) if last else (blocks[i + 1].norm, blocks[i + 1].gate)
         x, h, alpha = join(x, h, down.bias, None, None, norm, gate, seeds[i, 2])

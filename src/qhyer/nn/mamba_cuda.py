@@ -54,16 +54,20 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def forward(
-    x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None
+    x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, ends: bool
 ) -> tuple[Tensor, Tensor]:
-    """-> y (B, L, E) and the last state (B, E, N)."""
+    """-> y (B, L, E) and the last state (B, E, N), empty unless it `ends` with it."""
     batch, length, width = x.shape
     y = torch.empty(batch, length, width, device=x.device, dtype=x.dtype)
-    last = torch.empty(batch, width, A.shape[1], device=x.device, dtype=torch.float32)
+    last = torch.empty(
+        batch if ends else 0, width, A.shape[1], device=x.device, dtype=torch.float32
+    )  # empty: no address
     gate = x if z is None else z
     threads = min(THREADS, width // 2)
     softplus = bias is not None
-    kernel = _kernel("scan_forward", A.shape[1], softplus, z is not None, x.device, X=x, DT=dt, BC=B, Z=gate, DY=x)
+    kernel = _kernel(
+        "scan_forward", A.shape[1], softplus, z is not None, x.device, X=x, DT=dt, BC=B, Z=gate, DY=x, DBC=B
+    )
     kernel(
         (width // 2 // threads, batch, 1), threads, x, dt, D if bias is None else bias, A.contiguous(), B, C, D, gate,
         y, last, length, width, *_strides(x, dt, B, C, gate),
@@ -72,9 +76,11 @@ def forward(
 
 
 def backward(
-    x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dy: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> dx, ddt, dz (empty without a gate), d[B; C] (B, L, 2 N), dA (E, N), d[bias; D] (2, E)."""
+    x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
+    dy: Tensor, dz: Tensor | None, dBC: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Writes dz and d[B; C] (B, L, 2 N), rows anywhere -> dx, ddt, dA (E, N), d[bias; D] (2, E); the last two are parts
+    of one sum."""
     batch, length, width = x.shape
     size = A.shape[1]
     threads = min(THREADS, width // 2)
@@ -84,14 +90,19 @@ def backward(
         return torch.empty(shape, device=x.device, dtype=dtype)
 
     dx, ddt = empty(batch, length, width, dtype=x.dtype), empty(batch, length, width, dtype=dt.dtype)
-    dz = empty(0) if z is None else empty(batch, length, width, dtype=z.dtype)
-    dBC, dA, dvector = empty(blocks, batch, length, 2 * size), empty(batch, width, size), empty(batch, 2, width)
-    gate = x if z is None else z
+    dparameter = empty(batch, (size + 2) * width)
+    parts = dBC[None] if blocks == 1 else empty(blocks, batch, length, 2 * size)  # one block has all channels: no parts
+    gate, dgate = (x, dx) if z is None or dz is None else (z, dz)
     softplus = bias is not None
-    kernel = _kernel("scan_backward", size, softplus, z is not None, x.device, X=x, DT=dt, BC=B, Z=gate, DY=dy)
+    kernel = _kernel(
+        "scan_backward", size, softplus, z is not None, x.device, X=x, DT=dt, BC=B, Z=gate, DY=dy, DBC=parts
+    )
     kernel(
         (blocks, batch, 1), threads, x, dt, D if bias is None else bias, A.contiguous(), B, C, D, gate, dy,
-        dx, ddt, dz, dBC, dA, dvector, empty(batch, length, width), length, width, batch,
-        *_strides(x, dt, B, C, gate, dy),
+        dx, ddt, dgate, parts, dparameter, empty(batch, length, width), length, width, batch,
+        *_strides(x, dt, B, C, gate, dy, dgate, parts[0]),
     )  # fmt: skip
-    return dx, ddt, dz, dBC[0] if blocks == 1 else total(dBC), total(dA), total(dvector)
+    if blocks > 1:
+        total(parts, dBC)
+    dA, dvector = total(dparameter).split([size * width, 2 * width])
+    return dx, ddt, dA.view(width, size), dvector.view(2, width)

@@ -8,7 +8,7 @@
 // less. 16 on a multiprocessor need threads of 128 registers, so A, which never changes, lies in shared memory backward,
 // and a sum over the warp begins with the first four states that are there. Triton's kernel takes 255, for 8 warps.
 //
-// Given by whoever compiles it: X_T, DT_T, BC_T, Z_T, DY_T (float or bf16), N (4, 8 or 16), SOFTPLUS, GATE (0 or 1).
+// Given by whoever compiles it: X_T, DT_T, BC_T, Z_T, DY_T, DBC_T (float or bf16), N (4, 8 or 16), SOFTPLUS, GATE (0 or 1).
 
 #define THREADS 256  // at most, in a block
 #define STEPS 20     // whose B and C, and sums over channels, are in shared memory at a time
@@ -46,6 +46,10 @@ static __device__ __forceinline__ void put(bf16* p, float a, float b) {
   unsigned r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(b), "f"(a));
   *(unsigned*)p = r;
+}
+static __device__ __forceinline__ void put(float* p, float a) { *p = a; }
+static __device__ __forceinline__ void put(bf16* p, float a) {
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(p->bits) : "f"(a));
 }
 static __device__ __forceinline__ void four(float (&v)[4], const float* p) {
   const float4 q = *(const float4*)p;
@@ -136,7 +140,7 @@ struct Ready {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) scan_forward(
     const X_T* x, const DT_T* dt, const float* bias, const float* A, const BC_T* B, const BC_T* C, const float* D, const Z_T* z,
-    X_T* y, float* last,  // (batch, L, E), (batch, E, N)
+    X_T* y, float* last,  // (batch, L, E), (batch, E, N) or nowhere
     int L, int E, int x_batch, int x_row, int dt_batch, int dt_row, int B_batch, int B_row, int C_batch, int C_row,
     int z_batch, int z_row) {
   __shared__ __align__(16) float rows[STEPS][2 * N];
@@ -186,6 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scan_forward(
       put(y + ((first + s) * E + e), y0, y1);
     }
   }
+  if (last == nullptr) return;
   float4* out = (float4*)(last + (b * E + e) * N);
 #pragma unroll
   for (int n = 0; n < 2 * N; n += 4) {
@@ -198,10 +203,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scan_backward(
     const X_T* x, const DT_T* dt, const float* bias, const float* A, const BC_T* B, const BC_T* C, const float* D, const Z_T* z,
     const DY_T* dy,
     X_T* dx, DT_T* ddt, Z_T* dz,               // (batch, L, E)
-    float* dBC,                                // (blocks, batch, L, 2 N): sums over a block's channels
-    float* dA, float* dvector, float* between, // per sequence: (batch, E, N), (batch, 2, E) of bias and D, (batch, L, E)
+    DBC_T* dBC,                                // (blocks, batch, L, 2 N): sums over a block's channels
+    float* dparameter, float* between,         // per sequence: (batch, (N + 2) E) of A (E, N), bias and D, (batch, L, E)
     int L, int E, int batch, int x_batch, int x_row, int dt_batch, int dt_row, int B_batch, int B_row, int C_batch, int C_row,
-    int z_batch, int z_row, int dy_batch, int dy_row) {
+    int z_batch, int z_row, int dy_batch, int dy_row, int dz_batch, int dz_row, int dBC_batch, int dBC_row) {
   __shared__ __align__(16) float rows[STEPS][2 * N];
   __shared__ float sums[THREADS / 32][STEPS][N];
   __shared__ float4 a[2 * N / 4][THREADS];
@@ -222,9 +227,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scan_backward(
   }
   const float2 skip = *(const float2*)(D + e), shift = SOFTPLUS ? *(const float2*)(bias + e) : make_float2(0.0f, 0.0f);
   const long long own = b * L * E;
-  dx += own; ddt += own; dz += own; between += own;
+  dx += own; ddt += own; dz += b * dz_batch; between += own;
   B += b * B_batch; C += b * C_batch;
-  dBC += (blockIdx.x * (long long)batch + b) * L * (2 * N);
+  dBC += (blockIdx.x * (long long)batch + b) * dBC_batch;
   Ready now;
   float elapsed0 = 0.0f, elapsed1 = 0.0f;  // sums of Delta up to here
 
@@ -262,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scan_backward(
         sum[q / 4] = of_four(dC, lane);
       }
       put(between + (t * E + e), now.g.x * o0, now.g.y * o1);  // sum_n A_n out_t
-      if constexpr (GATE) put(dz + (t * E + e), now.k.x * y0, now.k.y * y1);
+      if constexpr (GATE) put(dz + (t * dz_row + e), now.k.x * y0, now.k.y * y1);
       const float all = of_all(sum, lane);
       if (leads(lane)) sums[warp][s][state_of(lane)] = all;
     }
@@ -270,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scan_backward(
     for (int i = threadIdx.x; i < count * N; i += blockDim.x) {
       float total = 0.0f;
       for (int w = 0; w < warps; ++w) total += sums[w][i / N][i % N];
-      dBC[(first + i / N) * (2 * N) + N + i % N] = total;
+      put(dBC + ((first + i / N) * dBC_row + N + i % N), total);
     }
   }
 
@@ -334,15 +339,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scan_backward(
     for (int i = threadIdx.x; i < count * N; i += blockDim.x) {
       float total = 0.0f;
       for (int w = 0; w < warps; ++w) total += sums[w][i / N][i % N];
-      dBC[(first + i / N) * (2 * N) + i % N] = total;
+      put(dBC + ((first + i / N) * dBC_row + i % N), total);
     }
   }
-  float4* to = (float4*)(dA + (b * E + e) * N);
+  dparameter += b * (N + 2) * E;
+  float4* to = (float4*)(dparameter + e * N);
 #pragma unroll
   for (int n = 0; n < 2 * N; n += 4) {
     const float* v = da[n / N] + n % N;
     *to++ = make_float4(v[0], v[1], v[2], v[3]);
   }
-  put(dvector + (2 * b) * E + e, dbias0, dbias1);
-  put(dvector + (2 * b + 1) * E + e, dD0, dD1);
+  put(dparameter + N * E + e, dbias0, dbias1);
+  put(dparameter + (N + 1) * E + e, dD0, dD1);
 }

@@ -87,7 +87,7 @@ def _scan_forward_kernel(  # type: ignore[no-untyped-def]
     L, E,
     x_batch, x_row, dt_batch, dt_row, B_batch, B_row, C_batch, C_row, z_batch, z_row,
     N: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    SOFTPLUS: tl.constexpr, GATE: tl.constexpr, STATE: tl.constexpr,
+    SOFTPLUS: tl.constexpr, GATE: tl.constexpr, STATE: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1).to(tl.int64)
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -124,7 +124,8 @@ def _scan_forward_kernel(  # type: ignore[no-untyped-def]
         if GATE:
             y *= z * _sigmoid(z)
         tl.store(y_ptr + t * E + e, y, mask=channel)
-    tl.store(last_ptr + b * N * E + at, h, mask=cell)
+    if LAST:
+        tl.store(last_ptr + b * N * E + at, h, mask=cell)
 
 
 @triton.jit
@@ -132,10 +133,11 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, bias_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, state_ptr, dy_ptr, dlast_ptr,  # inputs
     dx_ptr, ddt_ptr, dz_ptr,  # (B, L, E)
     dBC_ptr,  # (blocks, B, L, 2 N): partial sums over channels
-    dA_ptr, dvector_ptr, dstate_ptr,  # per sequence: (B, N, E), (B, 2, E) of bias and D, (B, N, E)
+    dparameter_ptr, dstate_ptr,  # per sequence: (B, N + 2, E) of A, bias and D, (B, N, E)
     between_ptr,  # (B, L, E): what the first pass tells the second
     L, E, batch,
     x_batch, x_row, dt_batch, dt_row, B_batch, B_row, C_batch, C_row, z_batch, z_row, dy_batch, dy_row,
+    dz_batch, dz_row,
     N: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     SOFTPLUS: tl.constexpr, GATE: tl.constexpr, STATE: tl.constexpr, DLAST: tl.constexpr,
 ):  # fmt: skip
@@ -162,7 +164,7 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
     dy_ptr += b * dy_batch
     dx_ptr += b * L * E
     ddt_ptr += b * L * E
-    dz_ptr += b * L * E
+    dz_ptr += b * dz_batch
     between_ptr += b * L * E
     dBC_ptr += (tl.program_id(0) * batch + b) * L * (2 * N)
     dA = tl.zeros([P, BLOCK], tl.float32)
@@ -182,7 +184,7 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
         if GATE:
             s = _sigmoid(z)
             y = tl.sum(Ch, 0) + D * x
-            tl.store(dz_ptr + t * E + e, dy * y * s * (1.0 + z * (1.0 - s)), mask=channel)
+            tl.store(dz_ptr + t * dz_row + e, dy * y * s * (1.0 + z * (1.0 - s)), mask=channel)
             dy *= z * s
         tl.store(between_ptr + t * E + e, dy * tl.sum(Ch * A, 0), mask=channel)  # sum_n A_n out_t
         tl.store(dBC_ptr + t * (2 * N) + N + n, tl.sum(dy[None, :] * h, 1), mask=known)  # dC
@@ -226,9 +228,10 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
             dbias += ddelta
         tl.store(ddt_ptr + t * E + e, ddelta, mask=channel)
         g *= tl.exp2(delta[None, :] * A)
-    tl.store(dA_ptr + b * N * E + at, dA, mask=cell)
-    tl.store(dvector_ptr + (2 * b) * E + e, dbias, mask=channel)
-    tl.store(dvector_ptr + (2 * b + 1) * E + e, dD, mask=channel)
+    dparameter_ptr += b * (N + 2) * E
+    tl.store(dparameter_ptr + at, dA, mask=cell)
+    tl.store(dparameter_ptr + N * E + e, dbias, mask=channel)
+    tl.store(dparameter_ptr + (N + 1) * E + e, dD, mask=channel)
     if STATE:
         tl.store(dstate_ptr + b * N * E + at, g, mask=cell)
 
@@ -266,8 +269,8 @@ def _conv_forward_kernel(  # type: ignore[no-untyped-def]
 def _conv_backward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, dy_ptr,
     dx_ptr, dparameter_ptr,  # (B, lead + L, E), (tiles, B, WIDTH + 1, E): partial sums of weight and bias
-    L, lead, batch, x_batch, dy_batch,
-    x_row: tl.constexpr, dy_row: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr,
+    L, lead, batch, x_batch, dy_batch, dx_batch,
+    x_row: tl.constexpr, dy_row: tl.constexpr, dx_row: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr,
     SEGMENTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(2).to(tl.int64)
@@ -277,7 +280,7 @@ def _conv_backward_kernel(  # type: ignore[no-untyped-def]
     rows = L + lead
     x_at = x_ptr + b * x_batch + start[:, None] * x_row + e[None, :]
     dy_at = dy_ptr + b * dy_batch + (start - lead)[:, None] * dy_row + e[None, :]
-    dx_at = dx_ptr + b * rows * E + start[:, None] * E + e[None, :]
+    dx_at = dx_ptr + b * dx_batch + start[:, None] * dx_row + e[None, :]
     bias = tl.load(bias_ptr + e, mask=channel, other=0.0)[None, :]
     weights = ()
     for j in tl.static_range(WIDTH):
@@ -314,7 +317,7 @@ def _conv_backward_kernel(  # type: ignore[no-untyped-def]
             for j in tl.static_range(WIDTH):
                 dx += weights[j] * dpres[o - j]
             inside = (start + (o - (WIDTH - 1)) < rows)[:, None] & channel[None, :]
-            tl.store(dx_at + (o - (WIDTH - 1)) * E, dx, mask=inside)
+            tl.store(dx_at + (o - (WIDTH - 1)) * dx_row, dx, mask=inside)
     dparameter_ptr += (tl.program_id(1) * batch + b) * (WIDTH + 1) * E
     for j in tl.static_range(WIDTH):
         tl.store(dparameter_ptr + j * E + e, tl.sum(dweights[j], 0), mask=channel)
@@ -339,6 +342,62 @@ def by_hand(
     return state is None and B.dtype == C.dtype and mamba_cuda.suits(x, A, given)
 
 
+def scan_forward(
+    x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
+    state: Tensor | None, ends: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`gated_scan` without autograd; the last state is written if `ends`, else it is empty."""
+    batch, length, width = x.shape
+    size = A.shape[1]
+    x, dt, B, C = _contiguous(x, dt, B, C)
+    if by_hand(x, dt, A, B, C, z, state):
+        return mamba_cuda.forward(x, dt, bias, A, B, C, D, z, ends)
+    y = torch.empty(batch, length, width, device=x.device, dtype=x.dtype)
+    last = torch.empty(batch if ends else 0, size, width, device=x.device, dtype=torch.float32)
+    gate = x if z is None else _contiguous(z)[0]
+    _scan_forward_kernel[(triton.cdiv(width, FORWARD["BLOCK"]), batch)](
+        x, dt, D if bias is None else bias, A.t().contiguous(), B, C, D, gate,
+        D if state is None else state.mT.contiguous(), y, last, length, width, *_rows(x, dt, B, C, gate),
+        N=size, P=triton.next_power_of_2(size), **FORWARD, SOFTPLUS=bias is not None, GATE=z is not None,
+        STATE=state is not None, LAST=ends, num_warps=1,
+    )  # fmt: skip
+    return y, last.mT
+
+
+def scan_backward(
+    x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
+    state: Tensor | None, dy: Tensor, dlast: Tensor | None, dz: Tensor | None, dBC: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Writes dz and d[B; C] (B, L, 2 N), whose batch and rows may lie anywhere -> dx, ddt, dA, d[bias; D] (2, E),
+    dstate (empty without a state). dA and d[bias; D] are parts of one sum."""
+    batch, length, width = x.shape
+    size = A.shape[1]
+    x, dt, B, C, dy = _contiguous(x, dt, B, C, dy)
+    blocks = triton.cdiv(width, BACKWARD["BLOCK"])
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, device=x.device, dtype=dtype)
+
+    written = (dBC,) if dz is None else (dBC, dz)
+    if dlast is None and by_hand(x, dt, A, B, C, z, state, dy, *written):
+        return *mamba_cuda.backward(x, dt, bias, A, B, C, D, z, dy, dz, dBC), empty(0)
+    dx, ddt = empty(batch, length, width, dtype=x.dtype), empty(batch, length, width, dtype=dt.dtype)
+    parts, dparameter = empty(blocks, batch, length, 2 * size), empty(batch, size + 2, width)
+    dstate = empty(0) if state is None else empty(batch, size, width)
+    gate, dgate = (x, dx) if z is None or dz is None else (_contiguous(z)[0], dz)
+    _scan_backward_kernel[(blocks, batch)](
+        x, dt, D if bias is None else bias, A.t().contiguous(), B, C, D, gate,
+        D if state is None else state.mT.contiguous(), dy, D if dlast is None else dlast.mT.contiguous(),
+        dx, ddt, dgate, parts, dparameter, dstate, empty(batch, length, width), length, width, batch,
+        *_rows(x, dt, B, C, gate, dy, dgate),
+        N=size, P=triton.next_power_of_2(size), **BACKWARD, SOFTPLUS=bias is not None, GATE=z is not None,
+        STATE=state is not None, DLAST=dlast is not None, num_warps=1,
+    )  # fmt: skip
+    total(parts, dBC)
+    dA, dvector = total(dparameter).split([size, 2])
+    return dx, ddt, dA.t(), dvector, dstate if state is None else dstate.mT
+
+
 @torch.library.custom_op("qhyer::gated_scan", mutates_args=())
 def gated_scan(
     x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
@@ -348,21 +407,7 @@ def gated_scan(
 
     Without `bias`, dt is Delta itself; without `z` there is no gate.
     """
-    batch, length, width = x.shape
-    size = A.shape[1]
-    x, dt, B, C = _contiguous(x, dt, B, C)
-    if by_hand(x, dt, A, B, C, z, state):
-        return mamba_cuda.forward(x, dt, bias, A, B, C, D, z)
-    y = torch.empty(batch, length, width, device=x.device, dtype=x.dtype)
-    last = torch.empty(batch, size, width, device=x.device, dtype=torch.float32)
-    gate = x if z is None else _contiguous(z)[0]
-    _scan_forward_kernel[(triton.cdiv(width, FORWARD["BLOCK"]), batch)](
-        x, dt, D if bias is None else bias, A.t().contiguous(), B, C, D, gate,
-        D if state is None else state.mT.contiguous(), y, last, length, width, *_rows(x, dt, B, C, gate),
-        N=size, P=triton.next_power_of_2(size), **FORWARD, SOFTPLUS=bias is not None, GATE=z is not None,
-        STATE=state is not None, num_warps=1,
-    )  # fmt: skip
-    return y, last.mT
+    return scan_forward(x, dt, bias, A, B, C, D, z, state, True)
 
 
 @gated_scan.register_fake
@@ -382,29 +427,11 @@ def gated_scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """-> dx, ddt, dz, d[B; C] (B, L, 2 N), dA, d[bias; D] (2, E), dstate; absent ones are empty."""
     batch, length, width = x.shape
-    size = A.shape[1]
-    x, dt, B, C, dy = _contiguous(x, dt, B, C, dy)
-    blocks = triton.cdiv(width, BACKWARD["BLOCK"])
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, device=x.device, dtype=dtype)
-
-    if dlast is None and by_hand(x, dt, A, B, C, z, state, dy):
-        return *mamba_cuda.backward(x, dt, bias, A, B, C, D, z, dy), empty(0)
-    dx, ddt = empty(batch, length, width, dtype=x.dtype), empty(batch, length, width, dtype=dt.dtype)
-    dz = empty(0) if z is None else empty(batch, length, width, dtype=z.dtype)
-    dBC, dA = empty(blocks, batch, length, 2 * size), empty(batch, size, width)
-    dvector, dstate = empty(batch, 2, width), empty(0) if state is None else empty(batch, size, width)
-    gate = x if z is None else _contiguous(z)[0]
-    _scan_backward_kernel[(blocks, batch)](
-        x, dt, D if bias is None else bias, A.t().contiguous(), B, C, D, gate,
-        D if state is None else state.mT.contiguous(), dy, D if dlast is None else dlast.mT.contiguous(),
-        dx, ddt, dz, dBC, dA, dvector, dstate, empty(batch, length, width), length, width, batch,
-        *_rows(x, dt, B, C, gate, dy),
-        N=size, P=triton.next_power_of_2(size), **BACKWARD, SOFTPLUS=bias is not None, GATE=z is not None,
-        STATE=state is not None, DLAST=dlast is not None, num_warps=1,
-    )  # fmt: skip
-    return dx, ddt, dz, total(dBC), total(dA).t(), total(dvector), dstate if state is None else dstate.mT
+    dz = None if z is None else torch.empty(batch, length, width, device=x.device, dtype=z.dtype)
+    dBC = torch.empty(batch, length, 2 * A.shape[1], device=x.device, dtype=torch.float32)
+    dx, ddt, *others = scan_backward(x, dt, bias, A, B, C, D, z, state, dy, dlast, dz, dBC)
+    dA, dvector, dstate = others
+    return dx, ddt, x.new_empty(0) if dz is None else dz, dBC, dA, dvector.clone(), dstate  # no two of one memory
 
 
 @gated_scan_backward.register_fake
@@ -454,10 +481,8 @@ def _segments(rows: int) -> int:
     return min(4, triton.next_power_of_2(triton.cdiv(rows, CONV_STEPS)))
 
 
-@torch.library.custom_op("qhyer::conv_silu", mutates_args=())
-def conv_silu(x: Tensor, weight: Tensor, bias: Tensor, lead: int) -> Tensor:
-    """SiLU of the causal depth-wise convolution. x (B, lead + L, E), its first `lead` rows being the past of the
-    others (before them it is zero), weight (E, width) -> (B, L, E)."""
+def conv_forward(x: Tensor, weight: Tensor, bias: Tensor, lead: int) -> Tensor:
+    """`conv_silu` without autograd."""
     (x,) = _contiguous(x)
     batch, rows, width = x.shape
     length = rows - lead
@@ -470,6 +495,28 @@ def conv_silu(x: Tensor, weight: Tensor, bias: Tensor, lead: int) -> Tensor:
     return y
 
 
+def conv_backward(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead: int, dx: Tensor) -> Tensor:
+    """Writes dx, whose batch and rows may lie anywhere -> d[weight; bias] (width + 1, E)."""
+    x, dy = _contiguous(x, dy)
+    batch, rows, width = x.shape
+    taps, segments = weight.shape[1], _segments(rows)
+    tiles = triton.cdiv(rows, segments * CONV_STEPS)
+    dparameter = torch.empty(tiles, batch, taps + 1, width, device=x.device, dtype=torch.float32)
+    _conv_backward_kernel[(triton.cdiv(width, CONV_BLOCK), tiles, batch)](
+        x, weight, bias, dy, dx, dparameter, rows - lead, lead, batch, x.stride(0), dy.stride(0), dx.stride(0),
+        x_row=x.stride(1), dy_row=dy.stride(1), dx_row=dx.stride(1), E=width, WIDTH=taps,
+        SEGMENTS=segments, STEPS=CONV_STEPS, BLOCK=CONV_BLOCK, num_warps=segments,
+    )  # fmt: skip
+    return total(dparameter.flatten(0, 1))
+
+
+@torch.library.custom_op("qhyer::conv_silu", mutates_args=())
+def conv_silu(x: Tensor, weight: Tensor, bias: Tensor, lead: int) -> Tensor:
+    """SiLU of the causal depth-wise convolution. x (B, lead + L, E), its first `lead` rows being the past of the
+    others (before them it is zero), weight (E, width) -> (B, L, E)."""
+    return conv_forward(x, weight, bias, lead)
+
+
 @conv_silu.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor, lead: int) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] - lead, x.shape[2])
@@ -478,18 +525,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, lead: int) -> Tensor:
 @torch.library.custom_op("qhyer::conv_silu_backward", mutates_args=())
 def conv_silu_backward(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead: int) -> tuple[Tensor, Tensor]:
     """-> dx and d[weight; bias] (width + 1, E)."""
-    x, dy = _contiguous(x, dy)
-    batch, rows, width = x.shape
-    taps, segments = weight.shape[1], _segments(rows)
-    tiles = triton.cdiv(rows, segments * CONV_STEPS)
-    dx = torch.empty(batch, rows, width, device=x.device, dtype=x.dtype)
-    dparameter = torch.empty(tiles, batch, taps + 1, width, device=x.device, dtype=torch.float32)
-    _conv_backward_kernel[(triton.cdiv(width, CONV_BLOCK), tiles, batch)](
-        x, weight, bias, dy, dx, dparameter, rows - lead, lead, batch, x.stride(0), dy.stride(0),
-        x_row=x.stride(1), dy_row=dy.stride(1), E=width, WIDTH=taps,
-        SEGMENTS=segments, STEPS=CONV_STEPS, BLOCK=CONV_BLOCK, num_warps=segments,
-    )  # fmt: skip
-    return dx, total(dparameter.flatten(0, 1))
+    dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    return dx, conv_backward(x, weight, bias, dy, lead, dx)
 
 
 @conv_silu_backward.register_fake

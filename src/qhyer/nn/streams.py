@@ -3,7 +3,8 @@
 The kernels of one update are small and many of them leave most of the chip idle. Where two parts of a loss do not
 depend on each other, `concurrently` puts them on two CUDA streams; autograd runs each part's backward on the stream of
 its forward, and a captured graph keeps the two as parallel branches. Elsewhere it is two calls, one after the other.
-`side_by_side` is the same of any number, `all_at_once` the sum of losses that are computed so.
+`side_by_side` is the same of any number, `all_at_once` the sum of losses that are computed so, `fork` the same within
+an operation.
 """
 
 from __future__ import annotations
@@ -64,6 +65,27 @@ def concurrently(
         tensor.record_stream(beside)
     for tensor in _tensors(one):
         tensor.record_stream(here)
+    return one, two
+
+
+def fork(
+    name: str, first: Callable[[], First], second: Callable[[], Second], device: torch.device
+) -> tuple[First, Second]:
+    """`concurrently` inside one operation, forward or backward, where autograd does not look.
+
+    No memory need be reported: the two meet again before anything that they share is given back, and the stream of this
+    name, which alone gets back what `first` allocates, begins by waiting for this one. A captured graph would not use
+    reported memory again.
+    """
+    if device.type != "cuda":
+        return first(), second()
+    here = torch.cuda.current_stream(device)
+    beside = _beside(device, here.cuda_stream, name)
+    beside.wait_stream(here)
+    with torch.cuda.stream(beside):
+        one = first()
+    two = second()
+    here.wait_stream(beside)
     return one, two
 
 

@@ -17,23 +17,35 @@ TILE = 8192  # numbers read at a time: enough on the way from memory to keep it 
 
 
 @triton.jit
-def _total_kernel(x_ptr, total_ptr, R, K, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _total_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, total_ptr, R, K, row, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     r = tl.arange(0, ROWS)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, R, ROWS):
         inside = ((first + r) < R)[:, None] & (k < K)[None, :]
         total += tl.load(x_ptr + (first + r).to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
-    tl.store(total_ptr + k, tl.sum(total, 0), mask=k < K)
+    at = k
+    if WIDTH > 0:  # rows of so many numbers, `row` apart
+        at = (k // WIDTH).to(tl.int64) * row + k % WIDTH
+    tl.store(total_ptr + at, tl.sum(total, 0), mask=k < K)
 
 
-def total(x: Tensor) -> Tensor:
-    """(R, ...) float32, contiguous -> (...)."""
+def total(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """(R, ...) float32, contiguous -> (...), in float32, or into `out`: of any dtype, its rows a fixed step apart."""
     columns = math.prod(x.shape[1:])
-    out = torch.empty(x.shape[1:], device=x.device, dtype=torch.float32)
+    width = step = 0
+    if out is None:
+        out = torch.empty(x.shape[1:], device=x.device, dtype=torch.float32)
+    elif not out.is_contiguous():
+        lines = out.view(-1, out.shape[-1])
+        width, step = lines.shape[1], lines.stride(0)
     rows = min(128, triton.next_power_of_2(x.shape[0]))
     block = min(TILE // rows, 512, max(16, triton.next_power_of_2(columns) // PROGRAMS))
-    _total_kernel[(triton.cdiv(columns, block),)](x, out, x.shape[0], columns, ROWS=rows, BLOCK=block, num_warps=4)
+    _total_kernel[(triton.cdiv(columns, block),)](
+        x, out, x.shape[0], columns, step, ROWS=rows, BLOCK=block, WIDTH=width, num_warps=4
+    )
     return out
 
 
