@@ -31,6 +31,7 @@ from qhyer.nn.chance import next_rows
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
 from qhyer.nn.hybrid import Backbone, HybridDecoder
 from qhyer.nn.optim import adamw, warm_up, warm_up_cosine
+from qhyer.nn.scan import kernels
 from qhyer.nn.streams import concurrently
 from qhyer.nn.tokens import Tokenization, Tokens
 from qhyer.nn.values import best_of
@@ -358,7 +359,14 @@ class QHyer(Agent):
         """From outputs (B, L, d): Q-hat at the state tokens (B, K) and the action head's numbers where it is read.
 
         Both heads at all tokens are one product; each alone, at its third of them, would be two and four copies.
+        Kernels can read a head at its own tokens (`heads_triton.py`).
         """
+        if kernels(h) is not None:
+            from qhyer.nn import heads_triton
+
+            places = self.tokens.per_step, self.tokens.state_at, self.tokens.action_from
+            if heads_triton.fits(h, self.action_head, *places):
+                return heads_triton.read_heads(h, self.action_head, self.q_head, *places)
         heads = [head for head in (self.action_head, self.q_head) if head is not None]
         weight = torch.cat([head.weight for head in heads])
         bias = torch.cat([head.bias for head in heads])
