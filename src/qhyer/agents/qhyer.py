@@ -397,8 +397,8 @@ class QHyer(Agent):
         observations = self.normalize(batch["observations"])  # (B, K, d_s)
         goals = self.actor_goals(batch["goals"], batch["observations"])  # (B, K, d_g)
         q = self.q_values(batch) if self.q_head is not None else None  # (B, K)
-        x = self.tokens(observations, goals, q, batch["actions"])
-        h, _ = self.decoder(x[:, :-1])  # the last action token is the past of nothing
+        x = self.tokens(observations, goals, q, batch["actions"], last=False)
+        h, _ = self.decoder(x)
         q_hat, numbers = self._read(h)  # (B, K), (B, K, d_a) with a Gaussian
         mean = self._action(numbers)
         share = losses.shares(batch["valid"])

@@ -55,6 +55,6 @@ def tile_of(width: int, columns: int, each: int) -> dict[str, int]:
 
 def strips(width: int, sums: int) -> dict[str, int]:
     """Tiles for kernels that add up rows, and no columns: a strip of at most 128 columns, two of them a thread's, in
-    all rows of the tile, so that a thread adds up its own. The more sums it keeps, the fewer rows it holds beside them."""
+    all rows of the tile, so that a thread adds up its own. The more sums it keeps, the fewer rows beside them."""
     block = 128 if width > 64 else 64
     return dict(BLOCK=block, VECTOR=2, ROWS=8 if sums <= 8 else 4 if sums <= 16 else 2, num_warps=block // 64)
