@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qhyer.nn.products_triton import product
 from qhyer.nn.rows_triton import columns, row_norm, row_norm_backward, tile_of, zeros
 from qhyer.nn.total_triton import share
 from qhyer.nn.total_triton import total as _total
@@ -335,9 +336,10 @@ def flow_forward(flow: ConditionalRealNVP, x: Tensor, context: Tensor) -> tuple[
     couplings = flow.couplings
     if not couplings.kept:
         raise ValueError("in one dimension there is no half to keep: that is the plain code's")
+    contexts = product(context, couplings.context.weight, couplings.context.bias)
     matrices, log_det = flow.linears()
     arguments = (
-        x.reshape(-1, flow.dim), couplings.context(context).view(-1, couplings.context.out_features),
+        x.reshape(-1, flow.dim), contexts.view(-1, couplings.context.out_features),
         matrices, log_det, couplings.first, couplings.second, couplings.second_bias, couplings.norm_scale,
         couplings.norm_bias, couplings.head, couplings.head_bias,
     )  # fmt: skip
