@@ -8,8 +8,9 @@ is added to it, and its slices and sums backward. All of it is little to compute
 written once, and its gradient read once.
 
 A program has one step k of the window, a strip of columns and some of the sequences. So it holds e_k and the weights in
-registers, and its sum of gradients over sequences is that of e_k. It leaves one row of partial sums, and all are added
-in a fixed order: no atomics, so that the same inputs give the same bits.
+registers, and its sum of gradients over sequences is that of e_k. It leaves one row of partial sums; a second kernel
+adds them, those of e_k and all others at once, in a fixed order: no atomics, so that the same inputs give the same
+bits.
 
 Inputs and weights are rounded to the product's dtype, as a product in that dtype would; everything else is float32.
 Importing qhyer does not import this module.
@@ -26,7 +27,6 @@ from torch import Tensor
 
 from qhyer.nn.rows_triton import columns, strips, zeros
 from qhyer.nn.total_triton import share
-from qhyer.nn.total_triton import total as _total
 
 FORWARD = 8 * 132  # programs of a forward launch: eight on every multiprocessor of an H200
 BACKWARD = 3 * 132  # of a backward launch, each leaving partial sums
@@ -76,7 +76,7 @@ def _tokens_forward_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["B", "T", "L", "steps"])
 def _tokens_backward_kernel(  # type: ignore[no-untyped-def]
     dx_ptr, q_ptr, action_ptr, dstate_ptr,
-    dposition_ptr, partial_ptr,  # (slices, T, D); (slices, T, (7 + A) D): of kinds, biases, q_weight, weight (D, A)
+    partial_ptr,  # (slices, T, (8 + A) D): of kinds, biases, q_weight, weight (D, A), position
     B, T, L, steps,
     A: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
@@ -112,8 +112,7 @@ def _tokens_backward_kernel(  # type: ignore[no-untyped-def]
             dweight_ = dweight_ + (dweight[j] + tl.sum(a[:, None] * action, 0),)  # noqa: RUF005
         dweight = dweight_
     row = tl.program_id(2).to(tl.int64) * T + k
-    tl.store(dposition_ptr + row * D + e, of_state + of_q + of_action, mask=column)
-    partial_ptr += row * ((7 + A) * D)
+    partial_ptr += row * ((8 + A) * D)
     for twice in tl.static_range(2):  # kinds and biases have the same gradients, but each its own memory
         tl.store(partial_ptr + (3 * twice) * D + e, of_state, mask=column)
         tl.store(partial_ptr + (3 * twice + 1) * D + e, of_q, mask=column)
@@ -121,6 +120,31 @@ def _tokens_backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(partial_ptr + 6 * D + e, dq_weight, mask=column)
     for j in tl.static_range(A):
         tl.store(partial_ptr + 7 * D + e * A + j, dweight[j], mask=column)
+    tl.store(partial_ptr + (7 + A) * D + e, of_state + of_q + of_action, mask=column)
+
+
+@triton.jit(do_not_specialize=["slices", "T"])
+def _sums_kernel(  # type: ignore[no-untyped-def]
+    partial_ptr, sums_ptr,  # (slices, T, W + D), (W + T D,)
+    slices, T, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first W columns are added up over slices and steps, the last D, of positions, over slices alone."""
+    wide = tl.cdiv(W, BLOCK)
+    strips = tl.cdiv(D, BLOCK)
+    place = tl.program_id(0) - wide
+    of_position = place >= 0
+    k = tl.where(of_position, place // strips, 0).to(tl.int64)
+    e = tl.where(of_position, place % strips, tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
+    column = e < tl.where(of_position, D, W)
+    partial_ptr += tl.where(of_position, k * (W + D) + W, 0)
+    apart = tl.where(of_position, T, 1).to(tl.int64) * (W + D)  # from a row to the next
+    rows = tl.where(of_position, slices, slices * T)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, rows, ROWS):
+        r = first + tl.arange(0, ROWS)
+        cell = (r < rows)[:, None] & column[None, :]
+        total += tl.load(partial_ptr + r[:, None] * apart + e[None, :], mask=cell, other=0.0)
+    tl.store(sums_ptr + tl.where(of_position, W + k * D, 0) + e, tl.sum(total, 0), mask=column)
 
 
 def _grid(batch: int, steps: int, width: int, tile: dict[str, int], programs: int) -> tuple[tuple[int, int, int], int]:
@@ -160,32 +184,33 @@ def _(state: Tensor, q: Tensor, actions: Tensor, q_weight: Tensor, weight: Tenso
 
 
 @torch.library.custom_op("qhyer::tokens_backward", mutates_args=())
-def embed_backward(dx: Tensor, q: Tensor, actions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """-> the gradients of the state's product, in `dtype`, of the positions, and in a row of the kinds, the biases,
-    q_weight and weight."""
+def embed_backward(dx: Tensor, q: Tensor, actions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """-> the gradients of the state's product, in `dtype`, and of the parameters in a row: of the kinds, the biases,
+    q_weight, weight, position."""
     batch, steps, numbers = actions.shape
     width = dx.shape[-1]
     dstate = dx.new_empty(batch, steps, width, dtype=dtype)
     tile = strips(width, numbers)
     grid, rounds = _grid(batch, steps, width, tile, BACKWARD)
-    dposition = dx.new_empty(grid[2], steps, width, dtype=torch.float32)
-    partial = dx.new_empty(grid[2] * steps, (7 + numbers) * width, dtype=torch.float32)
+    partial = dx.new_empty(grid[2], steps, (8 + numbers) * width, dtype=torch.float32)
     _tokens_backward_kernel[grid](
-        dx.contiguous(), q.contiguous(), actions.contiguous(), dstate, dposition, partial,
+        dx.contiguous(), q.contiguous(), actions.contiguous(), dstate, partial,
         batch, steps, dx.shape[1], rounds, A=numbers, D=width, **tile,
     )  # fmt: skip
-    return dstate, _total(dposition), _total(partial)
+    wide, block = (7 + numbers) * width, 32
+    sums = dx.new_empty(wide + steps * width, dtype=torch.float32)
+    _sums_kernel[(triton.cdiv(wide, block) + steps * triton.cdiv(width, block),)](
+        partial, sums, grid[2], steps, W=wide, D=width, ROWS=64, BLOCK=block, num_warps=4
+    )
+    return dstate, sums
 
 
 @embed_backward.register_fake
-def _(dx: Tensor, q: Tensor, actions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _(dx: Tensor, q: Tensor, actions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     batch, steps, numbers = actions.shape
     width = dx.shape[-1]
-    return (
-        dx.new_empty(batch, steps, width, dtype=dtype),
-        dx.new_empty(steps, width, dtype=torch.float32),
-        dx.new_empty((7 + numbers) * width, dtype=torch.float32),
-    )
+    sums = dx.new_empty((7 + numbers + steps) * width, dtype=torch.float32)
+    return dx.new_empty(batch, steps, width, dtype=dtype), sums
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -197,11 +222,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
     q, actions = ctx.saved_tensors
     width, numbers = dx.shape[-1], actions.shape[-1]
-    dstate, dposition, sums = embed_backward(dx, q, actions, ctx.dtype)
-    kinds, biases, dq_weight, dweight = sums.split([3 * width, 3 * width, width, numbers * width])
+    dstate, sums = embed_backward(dx, q, actions, ctx.dtype)
+    counts = [3, 3, 1, numbers, actions.shape[1]]
+    kinds, biases, dq_weight, dweight, dposition = sums.split([count * width for count in counts])
     return (
-        dstate, None, None, dq_weight.view(width, 1), dweight.view(width, numbers), dposition, kinds.view(3, width),
-        *biases.view(3, width), None,
+        dstate, None, None, dq_weight.view(width, 1), dweight.view(width, numbers), dposition.view(-1, width),
+        kinds.view(3, width), *biases.view(3, width), None,
     )  # fmt: skip
 
 
