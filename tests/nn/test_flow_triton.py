@@ -229,6 +229,10 @@ def test_encoder_in_bfloat16(with_kernels):
         with_kernels(False)
         theirs = encoder(s, a)
     assert ours.dtype == theirs.dtype == torch.bfloat16 and close(ours, theirs, 2**-5)
+    by = dict(encoder.named_parameters())
+    expected = gradients((theirs,), by)
+    for name, gradient in gradients((ours,), by).items():
+        assert gradient.dtype == torch.float32 and close(gradient, expected[name], 2**-4), name
 
 
 def test_same_inputs_same_bits(with_kernels):

@@ -94,6 +94,14 @@ def test_q_and_action_stay_in_their_tokens():
         assert moved == [[i == place for i in range(3)]] * 4
 
 
+@pytest.mark.parametrize("tokenization, with_q", CASES)
+def test_the_last_action_can_be_left_out(tokenization, with_q):
+    tokens = make(tokenization, with_q)
+    s, g, q, a = window()
+    values = s, g, q if with_q else None, a
+    torch.testing.assert_close(tokens(*values, last=False), tokens(*values)[:, :-1])
+
+
 def test_shorter_window_uses_the_first_positions():
     tokens = make("concat", True)
     s, g, q, a = window()

@@ -31,6 +31,7 @@ from qhyer.nn.chance import next_rows
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
 from qhyer.nn.hybrid import Backbone, HybridDecoder
 from qhyer.nn.optim import adamw, warm_up, warm_up_cosine
+from qhyer.nn.scan import kernels
 from qhyer.nn.streams import concurrently
 from qhyer.nn.tokens import Tokenization, Tokens
 from qhyer.nn.values import best_of
@@ -358,7 +359,14 @@ class QHyer(Agent):
         """From outputs (B, L, d): Q-hat at the state tokens (B, K) and the action head's numbers where it is read.
 
         Both heads at all tokens are one product; each alone, at its third of them, would be two and four copies.
+        Kernels can read a head at its own tokens (`heads_triton.py`).
         """
+        if kernels(h) is not None:
+            from qhyer.nn import heads_triton
+
+            places = self.tokens.per_step, self.tokens.state_at, self.tokens.action_from
+            if heads_triton.fits(h, self.action_head, *places):
+                return heads_triton.read_heads(h, self.action_head, self.q_head, *places)
         heads = [head for head in (self.action_head, self.q_head) if head is not None]
         weight = torch.cat([head.weight for head in heads])
         bias = torch.cat([head.bias for head in heads])
@@ -389,8 +397,8 @@ class QHyer(Agent):
         observations = self.normalize(batch["observations"])  # (B, K, d_s)
         goals = self.actor_goals(batch["goals"], batch["observations"])  # (B, K, d_g)
         q = self.q_values(batch) if self.q_head is not None else None  # (B, K)
-        x = self.tokens(observations, goals, q, batch["actions"])
-        h, _ = self.decoder(x[:, :-1])  # the last action token is the past of nothing
+        x = self.tokens(observations, goals, q, batch["actions"], last=False)
+        h, _ = self.decoder(x)
         q_hat, numbers = self._read(h)  # (B, K), (B, K, d_a) with a Gaussian
         mean = self._action(numbers)
         share = losses.shares(batch["valid"])

@@ -181,10 +181,14 @@ class SAEncoder(nn.Module):
         if not x.numel() or kernels(x) is None:
             return self.net(x)
         from qhyer.nn.flow_triton import norm_silu
+        from qhyer.nn.products_triton import lowered, product, product_dtype
 
         *layers, last = self.net
-        for dense, norm in zip(layers[::3], layers[1::3]):
-            assert isinstance(dense, nn.Linear) and isinstance(norm, nn.LayerNorm)
-            u = F.linear(x, dense.weight)
+        assert isinstance(last, nn.Linear)
+        denses: list[nn.Linear] = [*layers[::3], last]  # type: ignore[list-item]
+        low = lowered([dense.weight for dense in denses], product_dtype(x))
+        for dense, norm, copy in zip(denses, layers[1::3], low):
+            assert isinstance(norm, nn.LayerNorm)
+            u = product(x, dense.weight, low=copy)
             x = norm_silu(u, dense.bias, norm.weight, norm.bias, norm.eps, u.dtype)
-        return last(x)
+        return product(x, last.weight, last.bias, low[-1])

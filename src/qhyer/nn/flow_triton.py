@@ -30,7 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qhyer.nn.rows_triton import columns, row_norm, row_norm_backward, tile_of
+from qhyer.nn.products_triton import product
+from qhyer.nn.rows_triton import columns, row_norm, row_norm_backward, tile_of, zeros
 from qhyer.nn.total_triton import share
 from qhyer.nn.total_triton import total as _total
 
@@ -40,14 +41,6 @@ if TYPE_CHECKING:
 PROGRAMS = 132  # of a backward launch, per network: one on every multiprocessor of an H200, each with partial sums
 SLOPE = tl.constexpr(0.01)  # of LeakyReLU
 EPS = tl.constexpr(1e-5)  # of the flow's norms
-
-
-@triton.jit
-def _zeros(N: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    zeros = ()
-    for _ in tl.static_range(N):
-        zeros = zeros + (tl.zeros([SIZE], tl.float32),)  # noqa: RUF005
-    return zeros
 
 
 @triton.jit
@@ -185,8 +178,8 @@ def _flow_leave_backward_kernel(  # type: ignore[no-untyped-def]
     dscale = tl.zeros([BLOCK], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
     dsecond_bias = tl.zeros([BLOCK], tl.float32)
-    dhead = _zeros(OUT, BLOCK)
-    dhead_bias = _zeros(OUT, BLOCK)  # the same number everywhere: as a vector of rows, g would be needed in two layouts
+    dhead = zeros(OUT, BLOCK)
+    dhead_bias = zeros(OUT, BLOCK)  # the same number everywhere: as a vector of rows, g would be needed in two layouts
     for step in range(steps):
         start = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ROWS
         known = start + r < M
@@ -242,7 +235,7 @@ def _flow_enter_backward_kernel(  # type: ignore[no-untyped-def]
     first_ptr += block * (2 * KEPT * C)
     scale_ptr += block * (2 * C)
     matrix_ptr += block * (D * D)
-    dscale, dbias, dfirst = _zeros(2, BLOCK), _zeros(2, BLOCK), _zeros(2 * KEPT, BLOCK)
+    dscale, dbias, dfirst = zeros(2, BLOCK), zeros(2, BLOCK), zeros(2 * KEPT, BLOCK)
     for step in range(steps):
         start = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ROWS
         known = start + r < M
@@ -343,9 +336,10 @@ def flow_forward(flow: ConditionalRealNVP, x: Tensor, context: Tensor) -> tuple[
     couplings = flow.couplings
     if not couplings.kept:
         raise ValueError("in one dimension there is no half to keep: that is the plain code's")
+    contexts = product(context, couplings.context.weight, couplings.context.bias)
     matrices, log_det = flow.linears()
     arguments = (
-        x.reshape(-1, flow.dim), couplings.context(context).view(-1, couplings.context.out_features),
+        x.reshape(-1, flow.dim), contexts.view(-1, couplings.context.out_features),
         matrices, log_det, couplings.first, couplings.second, couplings.second_bias, couplings.norm_scale,
         couplings.norm_bias, couplings.head, couplings.head_bias,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What kernels that hold whole rows share: which columns are a thread's, the norm of a row and its gradient, tiles.
+"""What kernels of rows share: which columns are a thread's, the norm of a row and its gradient, sums, tiles.
 
 Importing qhyer does not import this module.
 """
@@ -36,9 +36,25 @@ def row_norm_backward(dv, v, inverse, C: tl.constexpr):  # type: ignore[no-untyp
     return inverse * (dv - first - v * second)
 
 
+@triton.jit
+def zeros(N: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """N vectors of zeros."""
+    found = ()
+    for _ in tl.static_range(N):
+        found = found + (tl.zeros([SIZE], tl.float32),)  # noqa: RUF005
+    return found
+
+
 def tile_of(width: int, columns: int, each: int) -> dict[str, int]:
     """`columns`: of a warp at most; `each`: elements of a thread."""
     block = max(16, triton.next_power_of_2(width))
     warps = min(8, max(1, block // columns))
     vector = min(4, max(1, block // (32 * warps)))
     return dict(BLOCK=block, VECTOR=vector, ROWS=max(1, each * 32 * warps // block), num_warps=warps)
+
+
+def strips(width: int, sums: int) -> dict[str, int]:
+    """Tiles for kernels that add up rows, and no columns: a strip of at most 128 columns, two of them a thread's, in
+    all rows of the tile, so that a thread adds up its own. The more sums it keeps, the fewer rows beside them."""
+    block = 128 if width > 64 else 64
+    return dict(BLOCK=block, VECTOR=2, ROWS=8 if sums <= 8 else 4 if sums <= 16 else 2, num_warps=block // 64)

@@ -17,6 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qhyer.nn.scan import kernels
+
+UNROLLED = 32  # numbers of an action: the kernels are unrolled over them
+
 Tokenization = Literal["concat", "separate", "no_goal"]
 
 
@@ -77,9 +81,13 @@ class Tokens(nn.Module):
         """(B, T, d_a) -> (B, T, d)."""
         return self.action(actions) + self.position[first : first + actions.shape[1]] + self.kind[-1]
 
-    def forward(self, observations: Tensor, goals: Tensor, q: Tensor | None, actions: Tensor) -> Tensor:
-        """A whole window, T steps -> (B, T * per_step, d). What is added to a token does not depend on its input, so
-        it is added once, to all of them."""
+    def forward(
+        self, observations: Tensor, goals: Tensor, q: Tensor | None, actions: Tensor, last: bool = True
+    ) -> Tensor:
+        """A whole window, T steps -> (B, T * per_step, d); without `last` one token less, the last action, which is the
+        past of nothing. What is added to a token does not depend on its input, so it is added once, to all of them."""
+        if q is not None and self._fused(q, actions):
+            return self._forward_fused(observations, goals, q, actions, last)
         embedded: list[tuple[nn.Linear, Tensor]] = [(self.state, observations)]
         if self.tokenization == "concat":
             embedded = [(self.state, torch.cat([observations, goals], dim=-1))]
@@ -91,4 +99,25 @@ class Tokens(nn.Module):
         embedded.append((self.action, actions))
         tokens = torch.stack([F.linear(inputs, layer.weight) for layer, inputs in embedded], dim=2)  # (B, T, P, d)
         kinds = self.kind + torch.stack([layer.bias for layer, _ in embedded])  # (P, d)
-        return (tokens + (self.position[: observations.shape[1], None] + kinds)).flatten(1, 2)
+        x = (tokens + (self.position[: observations.shape[1], None] + kinds)).flatten(1, 2)
+        return x if last else x[:, :-1]
+
+    def _fused(self, q: Tensor, actions: Tensor) -> bool:
+        """Whether kernels can write these tokens (`tokens_triton.py`): state, Q and action, of few numbers, as data."""
+        if self.q is None or self.goal is not None or not q.numel() or kernels(actions) is None:
+            return False
+        data = not torch.is_grad_enabled() or not (q.requires_grad or actions.requires_grad)
+        return data and actions.shape[-1] <= UNROLLED and self.position.dtype == torch.float32
+
+    def _forward_fused(self, observations: Tensor, goals: Tensor, q: Tensor, actions: Tensor, last: bool) -> Tensor:
+        from qhyer.nn.products_triton import product
+        from qhyer.nn.tokens_triton import embed
+
+        assert self.q is not None
+        inputs = torch.cat([observations, goals], dim=-1) if self.tokenization == "concat" else observations
+        # All of it as it is: a slice of the whole would be filled up and copied backward.
+        position = self.position if q.shape[1] == self.context else self.position[: q.shape[1]]
+        return embed(
+            product(inputs, self.state.weight), q, actions, self.q.weight, self.action.weight, position, self.kind,
+            self.state.bias, self.q.bias, self.action.bias, last,
+        )  # fmt: skip
