@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from qhyer.nn import attention_triton as attending
 from qhyer.nn import mamba_triton as scanning
 from qhyer.nn.attention_triton import MAX_LENGTH, shared_bytes, shared_memory
+from qhyer.nn.products_triton import product, weight_gradient
 from qhyer.nn.seam_triton import bias_gelu, bias_gelu_backward, seam
 from qhyer.nn.streams import fork
 
@@ -40,20 +41,6 @@ def fits(decoder: HybridDecoder, length: int, dtype: torch.dtype) -> bool:
     return length <= MAX_LENGTH and head <= 128 and shared_bytes(length, head, dtype) <= room
 
 
-class _Product(torch.autograd.Function):
-    """x W^T, W given in float32 and again in x's dtype. Its gradient goes to the float32 one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, low: Tensor) -> Tensor:
-        ctx.save_for_backward(x, low)
-        return x @ low.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, low = ctx.saved_tensors
-        return grad @ low, _weight_gradient(grad, x), None
-
-
 class _GeluProduct(torch.autograd.Function):
     """GELU(u + bias) W^T, W given in float32 and again in u's dtype.
 
@@ -70,13 +57,7 @@ class _GeluProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         u, bias, low = ctx.saved_tensors
         du, dbias, h = bias_gelu_backward(u, bias, grad @ low, True)
-        return du, dbias.to(bias.dtype), _weight_gradient(grad, h), None
-
-
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    if grad.dtype != torch.float32 and grad.is_cuda:
-        return torch.mm(grad.t(), x, out_dtype=torch.float32)
-    return (grad.t() @ x).float()
+        return du, dbias.to(bias.dtype), weight_gradient(grad, h), None
 
 
 class _Weights:
@@ -119,7 +100,7 @@ class _Weights:
         return self.low[id(layer.weight)]
 
     def product(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        return _Product.apply(x, layer.weight, self.of(layer))
+        return product(x, layer.weight, low=self.of(layer))
 
 
 # ------------------------------------------------------------------------------------------------- a block's branches
@@ -215,7 +196,7 @@ def branches_backward(
         grad, o = grads[0], kept[1]
         do = (grad @ low[1]).view(batch, -1, o.shape[1])
         dbias = attending.backward(qkv, attention[1], heads, drop, seed, do, dqkv)
-        return [dbias, _weight_gradient(grad, o)]
+        return [dbias, weight_gradient(grad, o)]
 
     def scan() -> list[Tensor]:
         _, conv_weight, conv_bias, _, _, bias, _, D, _ = mamba
@@ -235,8 +216,8 @@ def branches_backward(
         du.view(-1, inside[-1]).addmm_(dselected, x_proj)  # u is read by x_proj and by the scan
         dconv = scanning.conv_backward(x, conv_weight, conv_bias, du, 0, dx)
         return [
-            dconv, _weight_gradient(dselected, u), _weight_gradient(ddt, delta), dvector,
-            torch.mul(dA, A, out=torch.empty_like(A)), _weight_gradient(grad, y),
+            dconv, weight_gradient(dselected, u), weight_gradient(ddt, delta), dvector,
+            torch.mul(dA, A, out=torch.empty_like(A)), weight_gradient(grad, y),
         ]  # fmt: skip
 
     one: list[Tensor] = []
@@ -247,7 +228,7 @@ def branches_backward(
         two = scan()
     else:
         one, two = fork("branches", attend, scan, h.device)
-    return [dprojected @ low[0], _weight_gradient(dprojected, h), *one, *two]
+    return [dprojected @ low[0], weight_gradient(dprojected, h), *one, *two]
 
 
 @branches_backward.register_fake

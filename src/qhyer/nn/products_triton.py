@@ -28,12 +28,13 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
         dx = grad @ low if ctx.needs_input_grad[0] else None
-        dweight = _weight_gradient(grad, x).to(ctx.dtypes[0]) if ctx.needs_input_grad[1] else None
+        dweight = weight_gradient(grad, x).to(ctx.dtypes[0]) if ctx.needs_input_grad[1] else None
         dbias = column_sum(grad).to(ctx.dtypes[1]) if ctx.needs_input_grad[3] else None
         return dx, dweight, None, dbias
 
 
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """grad^T x, float32."""
     if grad.dtype != torch.float32 and grad.is_cuda:
         return torch.mm(grad.t(), x, out_dtype=torch.float32)
     return (grad.t() @ x).float()
