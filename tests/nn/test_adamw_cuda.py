@@ -41,7 +41,8 @@ def test_steps_are_torchs(clip, copies):
     for number in range(6):
         for parameters in (ours, theirs):
             draw(parameters, number)
-        ours[1].grad = theirs[1].grad = None if number == 3 else ours[1].grad  # as of a network that was not used
+        if number == 3:
+            ours[1].grad = theirs[1].grad = None  # as of a network that was not used
         gradients = [p.grad.clone() for p in ours if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if clip is not None:

@@ -47,7 +47,7 @@ def test_scan_is_the_reference(length, width, size, dtype, fused, counted):
     y, grads = gradients(mamba_triton.gated_scan, values)
     assert counted == ["forward", "backward"]
     truth, truths = gradients(reference, values)
-    close = 3e-5 if dtype == torch.float32 else 6e-3
+    close = 1e-4 if dtype == torch.float32 else 6e-3  # as of Triton's kernels
     assert error(y, truth) < close
     assert {name: e for name, e in ((n, error(g, truths[n])) for n, g in grads.items()) if e > close} == {}
 

@@ -428,7 +428,7 @@ def gated_scan_backward(
     """-> dx, ddt, dz, d[B; C] (B, L, 2 N), dA, d[bias; D] (2, E), dstate; absent ones are empty."""
     batch, length, width = x.shape
     dz = None if z is None else torch.empty(batch, length, width, device=x.device, dtype=z.dtype)
-    dBC = torch.empty(batch, length, 2 * A.shape[1], device=x.device, dtype=torch.float32)
+    dBC = torch.empty(batch, length, 2 * A.shape[1], device=x.device, dtype=B.dtype)
     dx, ddt, *others = scan_backward(x, dt, bias, A, B, C, D, z, state, dy, dlast, dz, dBC)
     dA, dvector, dstate = others
     return dx, ddt, x.new_empty(0) if dz is None else dz, dBC, dA, dvector.clone(), dstate  # no two of one memory
@@ -445,7 +445,7 @@ def _(x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tenso
         x.new_empty(batch, length, width),
         dt.new_empty(batch, length, width),
         x.new_empty(0) if z is None else z.new_empty(batch, length, width),
-        x.new_empty(batch, length, 2 * size, dtype=torch.float32),
+        x.new_empty(batch, length, 2 * size, dtype=B.dtype),
         x.new_empty(width, size, dtype=torch.float32) if hand else x.new_empty(size, width, dtype=torch.float32).t(),
         x.new_empty(2, width, dtype=torch.float32),
         x.new_empty(0) if state is None else x.new_empty(batch, size, width, dtype=torch.float32).mT,
@@ -461,7 +461,7 @@ def _backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> tuple[Any, .
     x, dt, bias, A, B, C, D, z, state = ctx.saved_tensors
     dy = torch.zeros_like(x) if dy is None else dy
     dx, ddt, dz, dBC, dA, dvector, dstate = gated_scan_backward(x, dt, bias, A, B, C, D, z, state, dy, dlast)
-    dB, dC = dBC.to(B.dtype).chunk(2, dim=-1)
+    dB, dC = dBC.chunk(2, dim=-1)
     return (
         dx, ddt, None if bias is None else dvector[0], dA, dB, dC, dvector[1], None if z is None else dz,
         None if state is None else dstate,

@@ -81,6 +81,16 @@ def _as_c(value: Tensor | int | float | ctypes.Structure) -> Any:
     return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_float(value)
 
 
+def _enter() -> None:
+    """In a thread that has not used the device yet (autograd's, say) the driver knows no context; it is to be PyTorch's."""
+    driver, context, handle = _driver(), ctypes.c_void_p(), ctypes.c_int()
+    _checked(driver.cuCtxGetCurrent(ctypes.byref(context)))
+    if not context.value:
+        _checked(driver.cuDeviceGet(ctypes.byref(handle), torch.cuda.current_device()))
+        _checked(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
+        _checked(driver.cuCtxSetCurrent(context))
+
+
 class Kernel:
     def __init__(self, function: ctypes.c_void_p) -> None:
         self.function = function
@@ -91,6 +101,7 @@ class Kernel:
         values = [_as_c(each) for each in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _enter()
         _checked(_driver().cuLaunchKernel(self.function, *grid, threads, 1, 1, 0, stream, pointers, None))
 
 
@@ -124,6 +135,7 @@ def load(source: str, options: tuple[str, ...], device: torch.device) -> Module:
     """The kernels of this source on this device, the current one, compiled once."""
     major, minor = torch.cuda.get_device_capability(device)
     code = _compile(source, (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *options))
+    _enter()
     module = ctypes.c_void_p()
     _checked(_driver().cuModuleLoadData(ctypes.byref(module), code))
     return Module(module)
