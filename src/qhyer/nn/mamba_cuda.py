@@ -40,7 +40,8 @@ def suits(x: Tensor, A: Tensor, others: tuple[Tensor, ...]) -> bool:
         fits = fits and tensor.dtype in TYPES and last == 1 and length * max(row, width) <= LARGEST
         if tensor.shape[2] == width:  # channels are read in pairs
             fits = fits and batch % 2 == row % 2 == tensor.storage_offset() % 2 == 0 and batch <= LARGEST
-    return fits and length > 0 and nvrtc.works(x.device, "the scan runs as Triton's kernel")
+    modern = fits and torch.cuda.get_device_capability(x.device) >= (8, 0)  # which have bfloat16
+    return modern and length > 0 and nvrtc.works(x.device, "the scan runs as Triton's kernel")
 
 
 def _kernel(name: str, size: int, softplus: bool, gate: bool, device: torch.device, **tensors: Tensor) -> nvrtc.Kernel:
