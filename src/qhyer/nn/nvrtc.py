@@ -82,7 +82,7 @@ def _as_c(value: Tensor | int | float | ctypes.Structure) -> Any:
 
 
 def _enter() -> None:
-    """In a thread that has not used the device yet (autograd's, say) the driver knows no context; it is to be PyTorch's."""
+    """In a thread that has not used the device yet (autograd's, say) the driver knows no context: PyTorch's it is."""
     driver, context, handle = _driver(), ctypes.c_void_p(), ctypes.c_int()
     _checked(driver.cuCtxGetCurrent(ctypes.byref(context)))
     if not context.value:
