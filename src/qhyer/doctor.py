@@ -125,6 +125,15 @@ def check_torch() -> list[Check]:
     except Exception as error:
         advice = "pip install triton; without it training runs plain PyTorch on the GPU, slower"
         checks.append(Check("triton", "note", f"does not import: {error}", advice))
+    from qhyer.nn import adamw_cuda, mamba_cuda
+
+    made = {"the scan": mamba_cuda.works(torch.device("cuda", 0)), "AdamW": adamw_cuda.works(torch.device("cuda", 0))}
+    missing = [name for name, works in made.items() if not works]
+    if missing:
+        advice = "they run as Triton's and torch's own, slower; a warning above says why"
+        checks.append(Check("kernels by hand", "note", f"not compiled here: {', '.join(missing)}", advice))
+    else:
+        checks.append(Check("kernels by hand", "ok", "compiled by NVRTC"))
     return checks
 
 

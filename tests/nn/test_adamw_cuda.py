@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from qhyer.nn.adamw_cuda import TENSORS, Step, Table
+from qhyer.nn.adamw_cuda import TENSORS, Step, Table, dense
 from qhyer.nn.optim import adamw
 from qhyer.update import _keep_on_device
 
@@ -75,6 +75,46 @@ def test_where_it_does_not_serve(monkeypatch):
     for group in optimizer.param_groups:
         group["amsgrad"] = True
     assert not Step(optimizer, None).suits()
+
+
+@pytest.mark.gpu
+@on_gpu[1]
+def test_other_orders_of_memory():
+    """As stacked seeds keep their weights."""
+    (ours, optimizer), (theirs, reference) = (made("cuda") for _ in range(2))
+    for parameters in (ours, theirs):
+        for parameter in parameters:
+            if parameter.dim() == 2:
+                parameter.data = parameter.data.mT.contiguous().mT
+    step = Step(optimizer, None)
+    for number in range(3):
+        for parameters in (ours, theirs):
+            draw(parameters, number)
+            for parameter in parameters:
+                if parameter.dim() == 2:
+                    parameter.grad = parameter.grad.mT.contiguous().mT
+        reference.step()
+        if number == 0:
+            optimizer.step()
+        else:
+            assert step.suits()
+            step.step(None)
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+    ours[-1].grad = ours[-1].grad.contiguous()
+    assert not step.suits()
+
+
+def test_what_fills_its_memory():
+    x = torch.zeros(4, 3, 5)
+    assert (
+        dense(x)
+        and dense(x.mT)
+        and dense(x.permute(2, 0, 1))
+        and dense(x[:2])
+        and dense(torch.zeros(()))
+        and dense(x[:, :1][:1])
+    )
+    assert not dense(x[:, :2]) and not dense(x[..., ::2]) and not dense(x[:1].expand(4, 3, 5))
 
 
 def test_a_cpu_is_not_asked():

@@ -89,4 +89,28 @@ def test_what_cannot_be_compiled_says_why():
 
 def test_a_cpu_is_not_asked():
     x = torch.zeros(2, 5, 64)
-    assert not mamba_cuda.suits(x, torch.zeros(64, 16), (x,))
+    assert not mamba_cuda.suits(x, torch.zeros(64, 16), (torch.zeros(64),), (x,))
+
+
+@on_gpu
+def test_what_it_cannot_read_is_tritons(counted):
+    values = {k: v if v is None else v.detach() for k, v in inputs(5, 64, 16, fused=True, carried=False).items()}
+    values["D"] = torch.cat([values["D"][:1], values["D"]])[1:]  # its pairs are not aligned
+    gradients(mamba_triton.gated_scan, {k: v if v is None else v.requires_grad_() for k, v in values.items()})
+    assert counted == []
+
+
+@on_gpu
+@pytest.mark.parametrize("expanded", [False, True])
+def test_the_compiler_is_told_the_truth(expanded):
+    """Shapes and strides that torch.compile is promised, of the kernels that serve then."""
+    values = inputs(5, 64, 16, fused=True, carried=False)
+    B, C = values["BC"][..., 3:].chunk(2, dim=-1)
+    given = [
+        v if v is None else v.detach() for v in (*(values[n] for n in NAMES[:4]), B, C, *(values[n] for n in NAMES[5:]))
+    ]
+    torch.library.opcheck(mamba_triton.gated_scan, given, test_utils=("test_schema", "test_faketensor"))
+    dy = given[0][:1, :1, :1].expand(given[0].shape) if expanded else torch.ones_like(given[0])
+    torch.library.opcheck(
+        mamba_triton.gated_scan_backward, (*given, dy, None), test_utils=("test_schema", "test_faketensor")
+    )

@@ -155,7 +155,7 @@ def release(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def plain_operations() -> Iterator[None]:
-    """Torch's own operations, no Triton kernels: what can be counted, and what the kernels are compared with."""
+    """Torch's own operations, no kernels of ours: what can be counted, and what the kernels are compared with."""
     before = os.environ.get("QHYER_TRITON")
     os.environ["QHYER_TRITON"] = "0"
     try:

@@ -73,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) adamw(
   const long long left = table.size[i] - from;
   const float rate = *table.rate[i], step = *table.step[i];
   Rule rule;
-  rule.scale = most > 0.0f ? fminf(most / (*norm + 1e-6f), 1.0f) : 1.0f;
+  const float least = most / (*norm + 1e-6f);
+  rule.scale = most < 0.0f || least >= 1.0f ? 1.0f : least;  // a norm that is no number makes all of them none, as torch's
   rule.size = rate / -expm1f(step * log_beta1);  // 1 - beta1^step, without its cancellation
   rule.root = rsqrtf(-expm1f(step * log_beta2));
   rule.decay = rate * table.decay[i];

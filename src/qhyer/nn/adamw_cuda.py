@@ -19,6 +19,7 @@ from torch import Tensor
 from qhyer.nn import nvrtc
 
 TENSORS, CHUNK, THREADS = 56, 8192, 256  # as in adamw.cu
+OPTIONS = (f"-DTENSORS={TENSORS}",)
 
 
 class Table(ctypes.Structure):
@@ -35,24 +36,43 @@ def _source() -> str:
     return Path(__file__).with_name("adamw.cu").read_text()
 
 
+def dense(tensor: Tensor) -> bool:
+    """Whether its numbers fill their stretch of memory, each once, in whatever order."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def works(device: torch.device) -> bool:
+    return nvrtc.works(_source(), OPTIONS, device, "torch's own AdamW steps")
+
+
 class Step:
     """The step of one optimiser, AdamW or Adam without decay, on CUDA and with its state in place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
         self.optimizer, self.clip = optimizer, clip
+        self.made: list[tuple[Table, int, int]] | None = None  # by `norm`, for the step after it
 
     def suits(self) -> bool:
-        """Not at the first step, when torch makes the moments; nor where QHYER_ADAMW=torch says no."""
+        """Not at the first step, when torch makes the moments; nor where QHYER_ADAMW=torch says no, or
+        QHYER_TRITON=0 to all kernels."""
         optimizer = self.optimizer
         device = optimizer.param_groups[0]["params"][0].device
         known = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
-        if device.type != "cuda" or not known or os.environ.get("QHYER_ADAMW") == "torch":
+        off = os.environ.get("QHYER_ADAMW") == "torch" or os.environ.get("QHYER_TRITON") == "0"
+        if device.type != "cuda" or not known or off:
             return False
         options = [
             tuple(group[name] for name in ("betas", "eps", "amsgrad", "maximize")) for group in optimizer.param_groups
         ]
         (betas, _eps, *others) = options[0]
-        if any(option != options[0] for option in options) or any(others) or min(betas) <= 0.0:
+        if any(option != options[0] for option in options) or any(others):
+            return False
+        if not all(isinstance(beta, float) and beta > 0.0 for beta in betas):
             return False
         for group, parameter in self._learned():
             state = optimizer.state.get(parameter)
@@ -61,12 +81,16 @@ class Step:
             decoupled = isinstance(optimizer, torch.optim.AdamW) or group["weight_decay"] == 0.0
             assert parameter.grad is not None
             tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-            if not decoupled or not state["step"].is_cuda or state["step"].dtype != torch.float32:
+            read = (*tensors, group["lr"], state["step"])
+            if not decoupled or not all(t.is_cuda and t.dtype == torch.float32 for t in read):
                 return False
-            if not all(t.is_cuda and t.dtype == torch.float32 and t.is_contiguous() for t in tensors):
+            # Number by number, in the order of memory: any, as long as it is the same in all four.
+            if not dense(parameter) or not all(t.stride() == parameter.stride() for t in tensors):
                 return False
         here = torch.cuda.current_device() == device.index
-        return here and torch.version.hip is None and nvrtc.works(device, "torch's own AdamW steps")
+        if not here or torch.version.hip is not None:
+            return False
+        return works(device)
 
     def _learned(self) -> Iterator[tuple[dict, Tensor]]:
         for group in self.optimizer.param_groups:
@@ -93,7 +117,7 @@ class Step:
 
     def norm(self) -> Tensor:
         """Of all gradients together. They stay as they are: `step` scales them."""
-        made = self.tables()
+        made = self.made = self.tables()
         device = self.optimizer.param_groups[0]["params"][0].device
         sums = torch.empty(sum(blocks for _, _, blocks in made), device=device)
         at = 0
@@ -105,10 +129,10 @@ class Step:
     @torch.no_grad()
     def step(self, norm: Tensor | None) -> None:
         """With a norm, as if gradients had been scaled to the greatest one allowed."""
-        made = self.tables()
+        made, self.made = self.made or self.tables(), None
         torch._foreach_add_([self.optimizer.state[parameter]["step"] for _, parameter in self._learned()], 1.0)
         (beta1, beta2), eps = (self.optimizer.param_groups[0][name] for name in ("betas", "eps"))
-        most = self.clip if self.clip is not None and norm is not None else 0.0
+        most = self.clip if self.clip is not None and norm is not None else -1.0
         for table, count, blocks in made:
             self._kernel("adamw")(
                 (blocks, 1, 1), THREADS, table, count, self.optimizer.param_groups[0]["lr"] if norm is None else norm,
@@ -117,4 +141,4 @@ class Step:
 
     def _kernel(self, name: str) -> nvrtc.Kernel:
         device = self.optimizer.param_groups[0]["params"][0].device
-        return nvrtc.load(_source(), (f"-DTENSORS={TENSORS}",), device)[name]
+        return nvrtc.load(_source(), OPTIONS, device)[name]

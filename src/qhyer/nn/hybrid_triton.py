@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from qhyer.nn import attention_triton as attending
 from qhyer.nn import mamba_triton as scanning
@@ -54,6 +55,7 @@ class _GeluProduct(torch.autograd.Function):
         return bias_gelu(u, bias) @ low.t()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         u, bias, low = ctx.saved_tensors
         du, dbias, h = bias_gelu_backward(u, bias, grad @ low, True)
@@ -67,6 +69,7 @@ class _Weights:
     def __init__(self, blocks: list[HybridBlock], decoder: nn.Module, dtype: torch.dtype) -> None:
         same = dtype == torch.float32
         self.low: dict[int, Tensor] = {}
+        stacked: set[int] = set()  # weights
         self.stacks: list[Tensor] = []  # of each block: [qkv; x; z], of what it has
         self.A: list[Tensor] = []
         sources: list[Tensor] = []
@@ -81,9 +84,9 @@ class _Weights:
                 sources += parts
                 copies += stack.split([len(part) for part in parts])
             self.stacks.append(stack)
-            self.low.update((id(part), stack) for part in parts)  # found here, not cast once more
+            stacked.update(map(id, parts))
         for layer in decoder.modules():
-            if isinstance(layer, nn.Linear) and layer.out_features > 1 and id(layer.weight) not in self.low:
+            if isinstance(layer, nn.Linear) and layer.out_features > 1 and id(layer.weight) not in stacked:
                 low = layer.weight.detach() if same else torch.empty_like(layer.weight, dtype=dtype)
                 if not same:
                     sources.append(layer.weight)

@@ -335,11 +335,13 @@ def _contiguous(*tensors: Tensor) -> list[Tensor]:
 
 
 def by_hand(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, z: Tensor | None, state: Tensor | None, *others: Tensor
-) -> bool:
+    x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
+    state: Tensor | None, *others: Tensor,
+) -> bool:  # fmt: skip
     """Whether the kernels of `mamba_cuda.py` do it; they take B and C of one dtype."""
     given = (dt, B, C, *others) if z is None else (dt, B, C, z, *others)
-    return state is None and B.dtype == C.dtype and mamba_cuda.suits(x, A, given)
+    vectors = (D,) if bias is None else (D, bias)
+    return state is None and B.dtype == C.dtype and mamba_cuda.suits(x, A, vectors, given)
 
 
 def scan_forward(
@@ -350,7 +352,7 @@ def scan_forward(
     batch, length, width = x.shape
     size = A.shape[1]
     x, dt, B, C = _contiguous(x, dt, B, C)
-    if by_hand(x, dt, A, B, C, z, state):
+    if by_hand(x, dt, bias, A, B, C, D, z, state):
         return mamba_cuda.forward(x, dt, bias, A, B, C, D, z, ends)
     y = torch.empty(batch, length, width, device=x.device, dtype=x.dtype)
     last = torch.empty(batch if ends else 0, size, width, device=x.device, dtype=torch.float32)
@@ -379,7 +381,7 @@ def scan_backward(
         return torch.empty(shape, device=x.device, dtype=dtype)
 
     written = (dBC,) if dz is None else (dBC, dz)
-    if dlast is None and by_hand(x, dt, A, B, C, z, state, dy, *written):
+    if dlast is None and by_hand(x, dt, bias, A, B, C, D, z, state, dy, *written):
         return *mamba_cuda.backward(x, dt, bias, A, B, C, D, z, dy, dz, dBC), empty(0)
     dx, ddt = empty(batch, length, width, dtype=x.dtype), empty(batch, length, width, dtype=dt.dtype)
     parts, dparameter = empty(blocks, batch, length, 2 * size), empty(batch, size + 2, width)
@@ -415,7 +417,8 @@ def _(x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tenso
       state: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, length, width = x.shape
     y = x.new_empty(batch, length, width)
-    if by_hand(x, dt, A, B, C, z, state):
+    x, dt, B, C = _contiguous(x, dt, B, C)
+    if by_hand(x, dt, bias, A, B, C, D, z, state):
         return y, x.new_empty(batch, width, A.shape[1], dtype=torch.float32)
     return y, x.new_empty(batch, A.shape[1], width, dtype=torch.float32).mT
 
@@ -440,7 +443,8 @@ def _(x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tenso
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, length, width = x.shape
     size = A.shape[1]
-    hand = dlast is None and by_hand(x, dt, A, B, C, z, state, dy)
+    x, dt, B, C, dy = _contiguous(x, dt, B, C, dy)
+    hand = dlast is None and by_hand(x, dt, bias, A, B, C, D, z, state, dy)
     return (
         x.new_empty(batch, length, width),
         dt.new_empty(batch, length, width),

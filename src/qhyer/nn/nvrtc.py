@@ -32,10 +32,13 @@ def _driver() -> ctypes.CDLL:
 @functools.cache
 def _compiler() -> ctypes.CDLL:
     """By its name, where the loader knows it, or in the packages beside PyTorch's."""
-    major = str(torch.version.cuda).partition(".")[0]
-    name = f"libnvrtc.so.{major}"
-    packages = Path(torch.__file__).parent.parent / "nvidia"
-    for place in (name, *map(str, sorted(packages.glob(f"*/lib/{name}")))):
+    major, torch_folder = str(torch.version.cuda).partition(".")[0], Path(torch.__file__).parent
+    if sys.platform == "win32":
+        name, found = f"nvrtc64_{major}0_0.dll", list((torch_folder / "lib").glob(f"nvrtc64_{major}*_0.dll"))
+    else:
+        name = f"libnvrtc.so.{major}"
+        found = sorted((torch_folder.parent / "nvidia").glob(f"*/lib/{name}"))
+    for place in (name, *map(str, found)):
         try:
             return ctypes.CDLL(place)
         except OSError:
@@ -119,13 +122,13 @@ class Module:
 
 
 @functools.cache
-def works(device: torch.device, instead: str) -> bool:
-    """Whether anything can be compiled for this device; if not, why and what serves instead, said once."""
+def works(source: str, options: tuple[str, ...], device: torch.device, instead: str) -> bool:
+    """Whether this can be compiled for this device; if not, why and what serves instead, said once."""
     try:
-        load('extern "C" __global__ void nothing() {}', (), device)["nothing"]((1, 1, 1), 32)
+        load(source, options, device)
         return True
     except (CompileError, OSError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         logging.getLogger(__name__).warning("%s on %s, slower: %s", instead, device, reason)
         return False
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from qhyer.nn.seam_triton import column_sum
 
@@ -25,6 +26,7 @@ class _Product(torch.autograd.Function):
         return x @ low.t() if bias is None else torch.addmm(bias.to(x.dtype), x, low.t())
 
     @staticmethod
+    @once_differentiable  # the low weight is apart from the one it is made of
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
         dx = grad @ low if ctx.needs_input_grad[0] else None

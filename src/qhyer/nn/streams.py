@@ -73,9 +73,9 @@ def fork(
 ) -> tuple[First, Second]:
     """`concurrently` inside one operation, forward or backward, where autograd does not look.
 
-    No memory need be reported: the two meet again before anything that they share is given back, and the stream of this
-    name, which alone gets back what `first` allocates, begins by waiting for this one. A captured graph would not use
-    reported memory again.
+    What `first` reads need not be reported to the allocator: the two meet again before it is given back. Nor what it
+    makes while a graph is captured, which has its memory to itself (and would not use reported memory again): its
+    stream begins by waiting for this one. Elsewhere torch may have given that stream to somebody else, too.
     """
     if device.type != "cuda":
         return first(), second()
@@ -86,6 +86,9 @@ def fork(
         one = first()
     two = second()
     here.wait_stream(beside)
+    if not torch.cuda.is_current_stream_capturing():
+        for tensor in _tensors(one):
+            tensor.record_stream(here)
     return one, two
 
 

@@ -107,7 +107,8 @@ class Tokens(nn.Module):
         if self.q is None or self.goal is not None or not q.numel() or kernels(actions) is None:
             return False
         data = not torch.is_grad_enabled() or not (q.requires_grad or actions.requires_grad)
-        return data and actions.shape[-1] <= UNROLLED and self.position.dtype == torch.float32
+        few = actions.shape[-1] <= UNROLLED and q.shape[1] <= self.context
+        return data and few and self.position.dtype == torch.float32
 
     def _forward_fused(self, observations: Tensor, goals: Tensor, q: Tensor, actions: Tensor, last: bool) -> Tensor:
         from qhyer.nn.products_triton import product
