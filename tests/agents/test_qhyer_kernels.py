@@ -66,6 +66,7 @@ def test_the_same_loss_and_gradients(changes, tokens, heads, tiny_agent, shake, 
     assert ("tokens" in used, "heads" in used) == (tokens, heads)
 
 
+@pytest.mark.slow
 def test_the_compiler_can_follow(tiny_agent, shake, point_world, monkeypatch):
     agent, batch = make(tiny_agent, shake, point_world)
     monkeypatch.setenv("QHYER_TRITON", KERNELS)
