@@ -96,6 +96,14 @@ class Blank(Seen):
         return None
 
 
+class Late(Reach):
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        return super().step(action) if self.steps < 3 else 1 / 0
+
+
 class Strong(Reach):
     action_space = gymnasium.spaces.Box(-5.0, 5.0, (2,))
 
@@ -107,7 +115,7 @@ class Tall(Reach):
 
 
 every = (Reach, NoGoal, NoSuccess, ShortGoal, NoActions, Raises, NotFinite, Wide, Endless, Unmade, Seen, Blank)
-for kind in (*every, Strong, Tall):
+for kind in (*every, Late, Strong, Tall):
     gymnasium.register(f"{kind.__name__}-v0", kind, max_episode_steps=kind.limit)
 """
 
@@ -178,8 +186,8 @@ def test_it_is_looked_at_before_training(world, capsys):
         cli.main(["train", "gcbc", "mine.npz", *tiny, "--env", "own_world:Unmade-v0"])
     assert ended.value.code == 2 and not Path("run").exists()
     assert "no such robot" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:  # resets, and breaks when it is stepped: what was trained is kept
-        cli.main(["train", "gcbc", "mine.npz", *tiny, "--env", "own_world:Raises-v0", "--eval-every", "1"])
+    with pytest.raises(SystemExit) as ended:  # steps, and breaks some steps later: what was trained is kept
+        cli.main(["train", "gcbc", "mine.npz", *tiny, "--env", "own_world:Late-v0", "--eval-every", "1"])
     assert ended.value.code == 2 and Path("run/checkpoints/00000001").is_dir()
     assert "The update is saved" in " ".join(capsys.readouterr().err.split())
     Path("sweep.toml").write_text(
@@ -242,6 +250,36 @@ def test_it_must_fit_the_data_before_anything_is_trained(tiny, environment, word
 def test_wider_actions_are_remarked(tiny, capsys):
     assert call(*tiny, "--env", "own_world:Strong-v0") == 0
     assert "takes actions from [-5.0] to [5.0]; policies give" in " ".join(capsys.readouterr().err.split())
+    assert call("eval", "run", "--episodes", "1", "--workers", "0") == 0
+    assert "takes actions from [-5.0] to [5.0]; policies give" in " ".join(capsys.readouterr().err.split())
+
+
+def test_bounds_are_told_column_by_column():
+    ends = (np.array([-2.0, -3.0]), np.array([2.0, 3.0]))
+    assert "from [-2.0, -3.0] to [2.0, 3.0]" in rollout.About(1, 2, None, (2,), ends).remark("Arm-v0")
+
+
+def test_what_does_not_look_like_the_data_is_told():
+    low, high = np.array([0.0, -1.0, 0.0]), np.array([1.0, 1.0, 2.0])
+    starts, goals = np.full((4, 3), 0.5), np.array([[x, 0.0, 0.0] for x in (0.1, 0.2, 0.3, 0.4)])
+    same = rollout.About(1, 3, None, seen=(starts, goals))
+    assert "in all columns that are not the goal's (1, 2)" in same.doubts("Arm-v0", low, high, [0], True)[0]
+    assert same.doubts("Arm-v0", low, high, [0], False) == []
+    varied = rollout.About(1, 3, None, seen=(starts, goals + np.arange(4)[:, None]))
+    assert varied.doubts("Arm-v0", low, high, [0], True) == []
+    far = rollout.About(1, 3, None, seen=(starts * [1, 20, 1], goals))
+    assert "column 1 is 10, in the data -1 to 1" in far.doubts("Arm-v0", low, high, [0], False)[0]
+
+
+def test_a_check_takes_a_step(tiny, capsys):
+    """An environment that fails in its first step is known before anything is trained."""
+    assert call(*tiny, "--env", "own_world:NoSuccess-v0") == 2
+    assert "the info of step lacks 'success'" in " ".join(capsys.readouterr().err.split()) and not Path("run").exists()
+
+
+def test_own_data_say_what_is_read_of_a_goal(tiny, capsys):
+    assert call(*tiny, "--goal", "0") == 0
+    assert "but gcbc reads a goal's other columns, too" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_gets_its_environment_once(tiny, capsys):

@@ -64,7 +64,8 @@ def alone(name: str, config, seed: int, run: Path, **more) -> Path:
 
 
 def test_the_baselines_can_be_stacked():
-    assert STACKABLE == ["crl", "eik_hiqrl", "gcbc", "gciql", "gcivl", "hiql", "ota", "qrl", "saw", "trl"]
+    known = ["crl", "eik_hiqrl", "gcbc", "gciql", "gcivl", "hiql", "ota", "qrl", "saw", "trl"]
+    assert set(known) <= set(STACKABLE)
 
 
 @pytest.mark.parametrize(("name", "changes"), OPTIONS)

@@ -7,11 +7,12 @@ and makes the environment, then forks into the others, so that a start costs the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -28,6 +29,9 @@ WORKER = "from qhyer.rollout import main; main()"
 
 Stepped = tuple[np.ndarray, np.ndarray, np.ndarray]
 """observations, whether the episodes ended, whether they succeeded (so far)"""
+
+
+LOOKED_AT = 4  # episodes of an environment that is checked before training
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class About:
     action_shape: tuple[int, ...] = ()
     bounds: tuple[np.ndarray, np.ndarray] | None = None
     """of actions, where the space has any"""
+    seen: tuple[np.ndarray, np.ndarray] | None = None
+    """starts and goals (n, d_s) of a few episodes, where `check` has looked at them"""
 
     def require(self, environment: str, observation_dim: int, action_dim: int) -> None:
         """`UserError` unless observations and actions are of these sizes: those of the data, and of policies."""
@@ -66,8 +72,42 @@ class About:
         """What is odd about it and no error; nothing for most."""
         if self.bounds is None or all((np.abs(end) == 1.0).all() for end in self.bounds):
             return ""
-        low, high = (np.unique(end).tolist() for end in self.bounds)
-        return f"{environment} takes actions from {low} to {high}; policies give, and data must have, -1 to 1"
+        low, high = (_short(end) for end in self.bounds)
+        return (
+            f"{environment} takes actions from {low} to {high}; policies give, and data must have, -1 to 1 "
+            "(gymnasium.wrappers.RescaleAction(env, -1, 1) makes it so)"
+        )
+
+    def doubts(
+        self, environment: str, low: np.ndarray, high: np.ndarray, goal: Sequence[int], whole: bool
+    ) -> list[str]:
+        """What of it does not look like the data, whose columns lie between `low` and `high`: perhaps meant, and no
+        error. `whole`: the agent reads all of a goal, not only its coordinates."""
+        found = [self.remark(environment)]
+        if self.seen is not None:
+            starts, goals = self.seen
+            span = high - low
+            far = ((starts < low - span) | (starts > high + span)).any(0).nonzero()[0]
+            columns = [f"column {c} is {starts[0, c]:.4g}, in the data {low[c]:.4g} to {high[c]:.4g}" for c in far[:3]]
+            if columns:
+                found.append(
+                    f"{environment} starts far from the data: {'; '.join(columns)}. "
+                    "Are its columns in the order and the units of the data?"
+                )
+            others = [c for c in range(len(low)) if c not in goal and span[c] > 0]
+            if whole and others and len(goals) > 1 and (np.ptp(goals[:, others], axis=0) == 0).all():
+                listed = ", ".join(map(str, others[:3])) + (", ..." if len(others) > 3 else "")
+                found.append(
+                    f"goals of {environment} have the same values in all columns that are not the goal's ({listed}), "
+                    "states of the data do not, and this agent reads whole goals"
+                )
+        return [note for note in found if note]
+
+
+def _short(values: np.ndarray) -> list[float]:
+    """Column by column, or once where all are the same."""
+    flat = np.ravel(values).tolist()
+    return flat[:1] if len(set(flat)) == 1 else flat
 
 
 def describe(environment: str, env: Any) -> About:
@@ -276,6 +316,12 @@ class Workers:
         assert self._about is not None
         return self._about
 
+    def ask(self, request: Any) -> Any:
+        """The first one's answer to one request."""
+        self.connections[0].send(request)
+        _, answer = self.receive(self.connections[0])
+        return answer
+
     def ready(self) -> list[Any]:
         """Waits until one of them has answered."""
         if self.process is None:
@@ -292,7 +338,17 @@ class Workers:
         return answer
 
 
-def check(environment: str) -> About:
-    """An environment that can be made and reset, in a process of its own; otherwise the user's error."""
+def check(environment: str, observation_dim: int | None = None, action_dim: int | None = None) -> About:
+    """An environment that can be made, reset and stepped, in a process of its own, and of these sizes if they are given;
+    otherwise the user's error."""
     with Workers(environment, 1) as pool:
-        return pool.about()
+        about = pool.about()
+        if observation_dim is not None and action_dim is not None:
+            about.require(environment, observation_dim, action_dim)
+        specs = [EpisodeSpec(1 + i % about.tasks, i, i) for i in range(LOOKED_AT)]
+        starts, goals = pool.ask(("reset", 0, specs))
+        action = np.zeros((LOOKED_AT, *about.action_shape), dtype=np.float32)
+        if about.bounds is not None:
+            action = np.clip(action, *about.bounds)
+        pool.ask(("step", 0, action))
+        return dataclasses.replace(about, seen=(starts, goals))

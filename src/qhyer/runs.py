@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -261,6 +262,8 @@ def evaluate_agent(
         agent, at = load()
         about = pool.about()
         about.require(environment, agent.spec.observation_dim, agent.spec.action_dim)
+        if (odd := about.remark(environment)) and not quiet:
+            print(f"note: {odd}", file=sys.stderr)
         asked = episodes_of(config, environment, about.tasks)
         total = len(asked)
         earlier = {row.which for row in read_rows(rows) if row.step == at}

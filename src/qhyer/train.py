@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qhyer import agents, checkpoint, distributed, rollout, runs
+from qhyer import agents, checkpoint, distributed, presets, rollout, runs
 from qhyer.agent import Agent, AgentConfig, Stage
 from qhyer.config import Precision, chosen, fingerprint, to_dict
 from qhyer.data import registry
@@ -87,6 +87,7 @@ class TrainConfig:
 
 
 SMALL = 1_000_000  # parameters
+LONG = 100_000  # updates: hours on a CPU
 
 
 class Stopped(Exception):
@@ -95,6 +96,24 @@ class Stopped(Exception):
 
 class NonFinite(UserError):
     """The loss became NaN or infinite; the message says where the batch was saved."""
+
+
+def _goals_read(agent: str, config: AgentConfig, episodes: Episodes, whole: bool) -> str:
+    """For own data, what a goal is: a user who names two columns may expect that the others do not matter."""
+    width, goal = episodes.observations.shape[1], ", ".join(map(str, episodes.goal_indices))
+    if len(episodes.goal_indices) == width:
+        return f"the goal is the whole observation, {width} columns (--goal names fewer)" if width > 1 else ""
+    if not whole:
+        return f"the goal is columns {goal}, and {agent} reads those of a goal alone"
+    instead = ": --agent.goal-input coordinates reads the goal's alone" if hasattr(config, "goal_input") else ""
+    acting = "when acting, goals must be whole states as in the data"
+    return f"the goal is columns {goal}, but {agent} reads a goal's other columns, too; {acting}{instead}"
+
+
+def _range(episodes: Episodes) -> tuple[np.ndarray, np.ndarray]:
+    """Least and greatest of each column."""
+    low, high = torch.aminmax(episodes.observations, dim=0)
+    return low.cpu().numpy(), high.cpu().numpy()
 
 
 def default_run_dir(agent: str, preset: str, episodes: Episodes, config: AgentConfig, train: TrainConfig) -> Path:
@@ -222,11 +241,17 @@ def _train(
     registered = registry.DATASETS.get(episodes.name)
     home, asked = registered.environment if registered else None, environment
     environment = environment or home
+    whole = getattr(config, "goal_input", "observation") == "observation"  # what the agent reads of a goal
+    notes = [] if registered else [_goals_read(agent_name, config, episodes, whole)]
+    if device == "cpu" and preset == "paper" and config.steps >= LONG and "demo" in presets.table(agent_name):
+        size = f"{config.steps:,} updates of {config.batch_size:,}"
+        notes.append(f"preset paper is sized for a GPU ({size}); on a CPU, --preset demo takes minutes")
     if environment is not None and (environment != home or unnamed):  # now, and not after hours of training
-        found = rollout.check(environment)
-        found.require(environment, episodes.observations.shape[1], episodes.actions.shape[1])
-        if (odd := found.remark(environment)) and not quiet:
-            print(f"note: {odd}", file=sys.stderr)
+        found = rollout.check(environment, episodes.observations.shape[1], episodes.actions.shape[1])
+        notes += found.doubts(environment, *_range(episodes), episodes.goal_indices, whole)
+    if not quiet:
+        for note in filter(None, notes):
+            print(f"note: {note}", file=sys.stderr)
     name = Path(sys.argv[0]).name
     command = shlex.join(["qhyer" if name == "__main__.py" else name, *sys.argv[1:]])
     paths: list[Path] = []

@@ -36,7 +36,9 @@ def test_first_losses(name, tiny_config, point_world, tmp_path):
     if os.environ.get("QHYER_GOLDEN") == "write":
         GOLDEN.mkdir(exist_ok=True)
         path.write_text("[\n" + ",\n".join(json.dumps(line) for line in found) + "\n]\n")
-    assert path.is_file(), f"no golden losses of {name} yet: QHYER_GOLDEN=write python -m pytest {Path(__file__).name}"
+    assert path.is_file(), (
+        f"no golden losses of {name} yet: QHYER_GOLDEN=write python -m pytest tests/agents/test_golden.py -k {name}"
+    )
     golden = json.loads(path.read_text())
     assert [(line["stage"], line["step"]) for line in found] == [(line["stage"], line["step"]) for line in golden]
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in golden], rel=1e-4, abs=1e-5)

@@ -103,6 +103,13 @@ def test_what_must_be_known_before_comparing(tmp_path, make_run):
     assert "again was not evaluated on task 2" in notes
 
 
+def test_a_run_that_is_not_trained_to_its_end_is_said_to_be(tmp_path, make_run):
+    make_run(tmp_path, "gcbc", 0, {1: [1]}, step=2000, config={"steps": 3000})
+    make_run(tmp_path, "gcbc", 1, {1: [1]}, step=3000, config={"steps": 3000})
+    notes = [note for note in warnings(groups(collect([tmp_path]))) if "last evaluated at update" in note]
+    assert len(notes) == 1 and notes[0].endswith("was last evaluated at update 2,000 of 3,000")
+
+
 def test_a_preset_with_other_settings_is_said_to_be(tmp_path, make_run):
     make_run(tmp_path, "gcbc", 0, {1: [1]}, config={"steps": 20, "hidden": [16], "learning_rate": 3e-4})
     found = groups(collect([tmp_path]))

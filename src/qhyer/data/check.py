@@ -177,7 +177,7 @@ def _range(actions: np.ndarray, terminals: np.ndarray) -> Iterator[Problem]:
     columns = np.flatnonzero((low < -limit) | (high > limit))
     if not len(columns):
         return
-    spans = ", ".join(f"{c}: {low[c]:.4g} to {high[c]:.4g}" for c in columns[:8]) + _more(columns, 8)
+    spans = ", ".join(f"{c}: {low[c]:.7g} to {high[c]:.7g}" for c in columns[:8]) + _more(columns, 8)
     yield _error(
         "range",
         f"actions must lie in [-1, 1]; {count} rows do not, the first is row {first} (by column: {spans}). "

@@ -91,8 +91,12 @@ def check(path: Path, /) -> int:
         except UserError as error:
             problems.append(checks.Problem("error", "goal", str(error)))
     if not problems:
-        rows = len(arrays["observations"])
-        console.print(f"{path}: nothing wrong in {rows} rows, {int(np.sum(arrays['terminals'] != 0))} episodes")
+        rows, width = arrays["observations"].shape
+        dataset = registry.DATASETS.get(path.stem.removesuffix("-val"))
+        goal = _stored_columns(arrays) if dataset is None else dataset.goal_indices
+        named = f"columns {', '.join(map(str, goal))}" if len(goal) < width else "all columns (--goal names fewer)"
+        episodes = int(np.sum(arrays["terminals"] != 0))
+        console.print(f"{path}: nothing wrong in {rows} rows, {episodes} episodes; goal: {named}")
         return 0
     console.print(checks.describe(str(path), problems), markup=False)
     errors = sum(problem.severity == "error" for problem in problems)

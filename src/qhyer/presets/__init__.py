@@ -29,7 +29,13 @@ class Rule:
 def table(agent: str) -> dict[str, list[Rule]]:
     """All presets of an agent."""
     agents.load(agent)
-    return importlib.import_module(f"{__name__}.{agent}").PRESETS
+    module = f"{__name__}.{agent}"
+    try:
+        return importlib.import_module(module).PRESETS
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise UserError(f"agent {agent} has no presets yet: write src/qhyer/presets/{agent}.py") from None
 
 
 def resolve(agent: str, preset: str, dataset: str) -> tuple[AgentConfig, list[Rule]]:

@@ -490,8 +490,9 @@ def _statistics(rows: Sequence[SuccessRow]) -> str:
     if "bootstrap" in kinds:
         notes.append(
             "<strong>Interval with several seeds.</strong> A 95 % percentile bootstrap of the mean "
-            f"({RESAMPLES:,} resamples, fixed generator): seeds are drawn with replacement within each "
-            "task. With fewer than about five seeds it is too narrow. Where all seeds scored "
+            f"({RESAMPLES:,} resamples, fixed generator): seeds are drawn with replacement, each with "
+            "all its tasks. With fewer than about five seeds it is too narrow, with two or three no more than their "
+            "range. Where all seeds scored "
             "alike, Wilson's stands in."
         )
     if has_scores(rows):

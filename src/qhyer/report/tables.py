@@ -210,6 +210,10 @@ def warnings(found: Sequence[Group], preset_of: PresetOf | None = None) -> list[
         seeds = [run.seed for run in group.scored]
         for seed in sorted({seed for seed in seeds if seeds.count(seed) > 1}):
             notes.append(f"{name}: {seeds.count(seed)} different runs have seed {seed}; each counts as a seed")
+        for run in group.scored:
+            total = (run.info.get("config") or {}).get("steps")
+            if isinstance(total, int) and run.steps[-1] < total:
+                notes.append(f"{name}: {run.name} was last evaluated at update {run.steps[-1]:,} of {total:,}")
         if "–" in group.step:
             notes.append(f"{name}: the runs were last evaluated at different steps ({group.step})")
         for run in group.scored:
@@ -492,7 +496,7 @@ def success_markdown(rows: Sequence[SuccessRow]) -> str:
     notes = (
         "Success in percent at the last evaluation. ± is the standard deviation over seeds. The interval is "
         "Wilson's over episodes for one seed (or seeds that scored alike), and a bootstrap over seeds, each with all "
-        "its tasks, for several."
+        "its tasks, for several; with two or three seeds that is no more than their range."
     )
     notes += f" {SCORE_NOTE}" if has_scores(rows) else ""
     return "\n".join(parts) + f"\n{notes}\n"
