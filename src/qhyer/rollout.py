@@ -339,7 +339,7 @@ class Workers:
 
 
 def check(environment: str, observation_dim: int | None = None, action_dim: int | None = None) -> About:
-    """An environment that can be made, reset and stepped, in a process of its own, and of these sizes if they are given;
+    """An environment that can be made, reset and stepped, in a process of its own, of these sizes if they are given;
     otherwise the user's error."""
     with Workers(environment, 1) as pool:
         about = pool.about()
