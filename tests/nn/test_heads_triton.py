@@ -15,7 +15,7 @@ from qhyer.nn.heads_triton import fits, read_heads
 device = "cuda" if torch.cuda.is_available() else "cpu"
 CUT = 2**-7 if device == "cpu" else 2**-8  # of bfloat16: the interpreter cuts off where a GPU rounds
 PLACES = [(3, 0, 1), (4, 1, 2), (2, 0, 0)]  # per step, where the state is, where the action is read
-SIZES = [(1, 1, 16, 1), (3, 4, 48, 5), (2, 5, 100, 2), (7, 3, 260, 32)]  # windows, steps, width, numbers
+SIZES = [(1, 1, 16, 1), (3, 4, 48, 5), (7, 3, 260, 2), (1, 2, 20, 32)]  # windows, steps, width, numbers
 
 
 def inputs(batch: int, steps: int, width: int, outputs: int, places: tuple[int, int, int], whole: bool):

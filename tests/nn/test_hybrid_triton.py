@@ -157,7 +157,7 @@ def test_the_same_inputs_give_the_same_bits(monkeypatch):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("backbone", ["hybrid", "attention", "mamba"])
+@pytest.mark.parametrize("backbone", [pytest.param("hybrid", marks=pytest.mark.slow), "attention", "mamba"])
 def test_operator_contract(backbone):
     decoder, block = odd_block(backbone)
     called = {}
@@ -176,6 +176,7 @@ def test_operator_contract(backbone):
     torch.library.opcheck(branches, called["with"], test_utils=tests)
 
 
+@pytest.mark.slow
 def test_the_compiler_can_follow(monkeypatch):
     monkeypatch.setenv("QHYER_TRITON", "interpret")
     decoder, x = make("hybrid", dropout=0.1).train(), torch.randn(2, 7, 32, device=DEVICE)
