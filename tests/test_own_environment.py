@@ -104,6 +104,10 @@ class Late(Reach):
         return super().step(action) if self.steps < 3 else 1 / 0
 
 
+class Idle(Reach):
+    num_tasks = 0
+
+
 class Strong(Reach):
     action_space = gymnasium.spaces.Box(-5.0, 5.0, (2,))
 
@@ -115,7 +119,7 @@ class Tall(Reach):
 
 
 every = (Reach, NoGoal, NoSuccess, ShortGoal, NoActions, Raises, NotFinite, Wide, Endless, Unmade, Seen, Blank)
-for kind in (*every, Late, Strong, Tall):
+for kind in (*every, Idle, Late, Strong, Tall):
     gymnasium.register(f"{kind.__name__}-v0", kind, max_episode_steps=kind.limit)
 """
 
@@ -126,6 +130,7 @@ MISTAKES = {
     "own_world:NoActions-v0": "has no action_space",
     "own_world:Raises-v0": r"failed: ZeroDivisionError: division by zero \(own_world.py:\d+\)",
     "own_world:NotFinite-v0": "not finite",
+    "own_world:Idle-v0": "it needs one task or more",
     "own_world:Endless-v0": "without max_episode_steps",
     "own_world:Unmade-v0": r"cannot be made: ValueError: no such robot \(own_world.py:\d+\)",
     "own_world:Other-v0": "no environment is called",
@@ -280,6 +285,11 @@ def test_a_check_takes_a_step(tiny, capsys):
 def test_own_data_say_what_is_read_of_a_goal(tiny, capsys):
     assert call(*tiny, "--goal", "0") == 0
     assert "but gcbc reads a goal's other columns, too" in " ".join(capsys.readouterr().err.split())
+    small = [*tiny[2:5], "--preset", "demo", "--device", "cpu", "--agent.batch-size", "4", "--agent.width", "8"]
+    for extra, told in (([], "coordinates reads the goal's alone"), (["coordinates"], "and qhyer reads those")):
+        options = ["--agent.goal-input", *extra] if extra else []
+        assert call("train", "qhyer", *small, "--goal", "0", *options, "--out", "".join(["q", *extra])) == 0
+        assert told in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_gets_its_environment_once(tiny, capsys):

@@ -60,6 +60,14 @@ class AgentConfig:
     learning_rate: float = 3e-4
     """of the optimiser, before any schedule"""
 
+    coordinates_option: ClassVar[str] = ""
+    """the option, if there is one, with which an agent reads a goal's coordinates alone"""
+
+    @property
+    def reads_whole_goals(self) -> bool:
+        """Whether a goal's other coordinates count when acting."""
+        return True
+
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name in RANGES and value is not None:

@@ -102,6 +102,8 @@ def num_tasks(env: Any) -> int:
             f"{env.spec.id} has no goal-reaching tasks: it needs num_tasks, goals and successes as docs/protocol.md "
             "says under 'Your own environment'"
         )
+    if int(tasks) < 1:
+        raise UserError(f"{env.spec.id} has num_tasks {tasks}: it needs one task or more, which are numbered from 1")
     return int(tasks)
 
 

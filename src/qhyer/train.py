@@ -98,14 +98,14 @@ class NonFinite(UserError):
     """The loss became NaN or infinite; the message says where the batch was saved."""
 
 
-def _goals_read(agent: str, config: AgentConfig, episodes: Episodes, whole: bool) -> str:
+def _goals_read(agent: str, config: AgentConfig, episodes: Episodes) -> str:
     """For own data, what a goal is: a user who names two columns may expect that the others do not matter."""
     width, goal = episodes.observations.shape[1], ", ".join(map(str, episodes.goal_indices))
     if len(episodes.goal_indices) == width:
         return f"the goal is the whole observation, {width} columns (--goal names fewer)" if width > 1 else ""
-    if not whole:
+    if not config.reads_whole_goals:
         return f"the goal is columns {goal}, and {agent} reads those of a goal alone"
-    instead = ": --agent.goal-input coordinates reads the goal's alone" if hasattr(config, "goal_input") else ""
+    instead = f": {config.coordinates_option} reads the goal's alone" if config.coordinates_option else ""
     acting = "when acting, goals must be whole states as in the data"
     return f"the goal is columns {goal}, but {agent} reads a goal's other columns, too; {acting}{instead}"
 
@@ -241,14 +241,13 @@ def _train(
     registered = registry.DATASETS.get(episodes.name)
     home, asked = registered.environment if registered else None, environment
     environment = environment or home
-    whole = getattr(config, "goal_input", "observation") == "observation"  # what the agent reads of a goal
-    notes = [] if registered else [_goals_read(agent_name, config, episodes, whole)]
+    notes = [] if registered else [_goals_read(agent_name, config, episodes)]
     if device == "cpu" and preset == "paper" and config.steps >= LONG and "demo" in presets.table(agent_name):
         size = f"{config.steps:,} updates of {config.batch_size:,}"
         notes.append(f"preset paper is sized for a GPU ({size}); on a CPU, --preset demo takes minutes")
     if environment is not None and (environment != home or unnamed):  # now, and not after hours of training
         found = rollout.check(environment, episodes.observations.shape[1], episodes.actions.shape[1])
-        notes += found.doubts(environment, *_range(episodes), episodes.goal_indices, whole)
+        notes += found.doubts(environment, *_range(episodes), episodes.goal_indices, config.reads_whole_goals)
     if not quiet:
         for note in filter(None, notes):
             print(f"note: {note}", file=sys.stderr)

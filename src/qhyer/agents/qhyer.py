@@ -137,6 +137,12 @@ class QHyerConfig(AgentConfig):
     """beyond the paper: actions predicted, judged by the critic and carried out at a time (with context 1). One action
     of a hand that moves for 30 steps says little of where it is going; chosen anew at every step, it may dither"""
 
+    coordinates_option = "--agent.goal-input coordinates"
+
+    @property
+    def reads_whole_goals(self) -> bool:
+        return self.goal_input == "observation"
+
     @staticmethod
     def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
         """A configuration written by an earlier version, with what it has no more and did not use left out."""

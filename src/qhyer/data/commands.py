@@ -91,18 +91,23 @@ def check(path: Path, /) -> int:
         except UserError as error:
             problems.append(checks.Problem("error", "goal", str(error)))
     if not problems:
-        rows, width = arrays["observations"].shape
-        dataset = registry.DATASETS.get(path.stem.removesuffix("-val"))
-        goal = _stored_columns(arrays) if dataset is None else dataset.goal_indices
-        named = f"columns {', '.join(map(str, goal))}" if len(goal) < width else "all columns (--goal names fewer)"
-        episodes = int(np.sum(arrays["terminals"] != 0))
-        console.print(f"{path}: nothing wrong in {rows} rows, {episodes} episodes; goal: {named}")
+        rows, episodes = len(arrays["observations"]), int(np.sum(arrays["terminals"] != 0))
+        _, goal = _goal(path, arrays)
+        console.print(f"{path}: nothing wrong in {rows} rows, {episodes} episodes; goal: {goal}")
         return 0
     console.print(checks.describe(str(path), problems), markup=False)
     errors = sum(problem.severity == "error" for problem in problems)
     if errors:
         console.print("It cannot be trained on until the errors are mended.")
     return 1 if errors else 0
+
+
+def _goal(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[tuple[int, ...], str]:
+    """The goal's columns, those of a known dataset or what the file says, and in words."""
+    dataset = registry.DATASETS.get(path.stem.removesuffix("-val"))
+    goal = _stored_columns(arrays) if dataset is None else dataset.goal_indices
+    some = len(goal) < arrays["observations"].shape[1]
+    return goal, f"columns {', '.join(map(str, goal))}" if some else "all columns (--goal of train names fewer)"
 
 
 def _with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -130,14 +135,8 @@ def info(name_or_path: str, /) -> int:
     if any(problem.code == "shape" for problem in problems):
         raise UserError(f"{path} is not a usable dataset; `qhyer data check {path}` says what is wrong")
     console = Console(highlight=False, soft_wrap=True)
-    dataset = registry.DATASETS.get(path.stem.removesuffix("-val"))
     names = arrays.get("observation_names")
-    goal: tuple[int, ...]
-    if dataset is not None:
-        goal = dataset.goal_indices
-    else:
-        goal = _stored_columns(arrays)
-
+    goal, told = _goal(path, arrays)
     ends = np.flatnonzero(arrays["terminals"])
     lengths = np.diff(ends, prepend=-1)
     facts = Table(show_header=False, box=None, pad_edge=False)
@@ -146,9 +145,7 @@ def info(name_or_path: str, /) -> int:
     facts.add_row("episodes", f"{len(ends):,}" + (f" of {_span(lengths)} rows" if len(ends) else ""))
     facts.add_row("observation", f"{observations.shape[1]} columns, {observations.dtype}")
     facts.add_row("action", f"{actions.shape[1]} columns, {actions.dtype}")
-    facts.add_row(
-        "goal", f"columns {', '.join(map(str, goal))}" if len(goal) < observations.shape[1] else "all columns"
-    )
+    facts.add_row("goal", told)
     others = sorted(set(arrays) - {"observations", "actions", "terminals"})
     if others:
         facts.add_row("also", ", ".join(f"{key} {arrays[key].shape}" for key in others))

@@ -7,17 +7,16 @@ clipped norm takes two more passes over the gradients. The optimiser stays torch
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from qhyer.nn import nvrtc
 
+FILE = "adamw.cu"
 TENSORS, CHUNK, THREADS = 56, 8192, 256  # as in adamw.cu
 OPTIONS = (f"-DTENSORS={TENSORS}",)
 
@@ -31,11 +30,6 @@ class Table(ctypes.Structure):
     )
 
 
-@functools.cache
-def _source() -> str:
-    return Path(__file__).with_name("adamw.cu").read_text()
-
-
 def dense(tensor: Tensor) -> bool:
     """Whether its numbers fill their stretch of memory, each once, in whatever order."""
     expected = 1
@@ -47,7 +41,7 @@ def dense(tensor: Tensor) -> bool:
 
 
 def works(device: torch.device) -> bool:
-    return nvrtc.works(_source(), OPTIONS, device, "torch's own AdamW steps")
+    return nvrtc.works(nvrtc.source(FILE), OPTIONS, device, "torch's own AdamW steps")
 
 
 class Step:
@@ -141,4 +135,4 @@ class Step:
 
     def _kernel(self, name: str) -> nvrtc.Kernel:
         device = self.optimizer.param_groups[0]["params"][0].device
-        return nvrtc.load(_source(), OPTIONS, device)[name]
+        return nvrtc.load(nvrtc.source(FILE), OPTIONS, device)[name]

@@ -13,6 +13,7 @@ product that makes it. Autograd would add, join and cast instead, each time in a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,6 +30,9 @@ from qhyer.nn.streams import fork
 if TYPE_CHECKING:
     from qhyer.nn.attention import CausalAttention
     from qhyer.nn.hybrid import HybridBlock, HybridDecoder
+
+
+Branch = Callable[[], list[Tensor]]
 
 
 def fits(decoder: HybridDecoder, length: int, dtype: torch.dtype) -> bool:
@@ -122,6 +126,13 @@ def _selection(selected: Tensor, rank: int, batch: int) -> tuple[Tensor, Tensor]
     return selected[:, :rank], selected.view(batch, -1, selected.shape[1])[..., rank:]
 
 
+def _either(attend: Branch | None, scan: Branch | None, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """The branches that are there, side by side where there are two; nothing of one that is not."""
+    if attend is None or scan is None:
+        return attend() if attend else [], scan() if scan else []
+    return fork("branches", attend, scan, device)
+
+
 @torch.library.custom_op("qhyer::branches", mutates_args=())
 def branches(
     h: Tensor, attention: list[Tensor], mamba: list[Tensor], low: list[Tensor], seed: Tensor, batch: int, heads: int,
@@ -156,14 +167,7 @@ def branches(
         y = y.flatten(0, 1)
         return [y @ out_proj.t(), u.flatten(0, 1), selected, dt, y]
 
-    one: list[Tensor] = []
-    two: list[Tensor] = []
-    if not mamba:
-        one = attend()
-    elif not attention:
-        two = scan()
-    else:
-        one, two = fork("branches", attend, scan, h.device)
+    one, two = _either(attend if attention else None, scan if mamba else None, h.device)
     return [*one[:1], *two[:1], projected, *one[1:], *two[1:]]
 
 
@@ -223,14 +227,7 @@ def branches_backward(
             torch.mul(dA, A, out=torch.empty_like(A)), weight_gradient(grad, y),
         ]  # fmt: skip
 
-    one: list[Tensor] = []
-    two: list[Tensor] = []
-    if not mamba:
-        one = attend()
-    elif not attention:
-        two = scan()
-    else:
-        one, two = fork("branches", attend, scan, h.device)
+    one, two = _either(attend if attention else None, scan if mamba else None, h.device)
     return [dprojected @ low[0], weight_gradient(dprojected, h), *one, *two]
 
 

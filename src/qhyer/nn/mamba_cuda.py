@@ -7,9 +7,7 @@ It serves the usual case: no state carried in or out, channels in multiples of 6
 
 from __future__ import annotations
 
-import functools
 import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,16 +15,12 @@ from torch import Tensor
 from qhyer.nn import nvrtc
 from qhyer.nn.total_triton import total
 
+FILE = "mamba_scan.cu"
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 STATES = (4, 8, 16)
 THREADS = 256  # of a block, at most, two channels each
 LARGEST = 2**31 - 1
 TYPICAL = (*(f"-D{name}_T=bf16" for name in ("X", "DT", "BC", "Z", "DY", "DBC")), "-DN=16", "-DSOFTPLUS=1", "-DGATE=1")
-
-
-@functools.cache
-def _source() -> str:
-    return Path(__file__).with_name("mamba_scan.cu").read_text()
 
 
 def suits(x: Tensor, A: Tensor, vectors: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
@@ -49,13 +43,13 @@ def suits(x: Tensor, A: Tensor, vectors: tuple[Tensor, ...], others: tuple[Tenso
 def works(device: torch.device) -> bool:
     """Whether it can be compiled; not for GPUs that have no bfloat16."""
     modern = torch.cuda.get_device_capability(device) >= (8, 0)
-    return modern and nvrtc.works(_source(), TYPICAL, device, "the scan runs as Triton's kernel")
+    return modern and nvrtc.works(nvrtc.source(FILE), TYPICAL, device, "the scan runs as Triton's kernel")
 
 
 def _kernel(name: str, size: int, softplus: bool, gate: bool, device: torch.device, **tensors: Tensor) -> nvrtc.Kernel:
     types = [f"-D{key}_T={TYPES[tensor.dtype]}" for key, tensor in tensors.items()]
     flags = (f"-DN={size}", f"-DSOFTPLUS={int(softplus)}", f"-DGATE={int(gate)}")
-    return nvrtc.load(_source(), (*types, *flags), device)[name]
+    return nvrtc.load(nvrtc.source(FILE), (*types, *flags), device)[name]
 
 
 def _strides(*tensors: Tensor) -> list[int]:

@@ -100,6 +100,16 @@ static __device__ __forceinline__ float of_all(float (&v)[N / 4], int lane) { ha
 static __device__ __forceinline__ int state_of(int lane) { return (lane & 7) / (32 / N) * 4 + (lane >> 3 & 3); }
 static __device__ __forceinline__ bool leads(int lane) { return (lane & (32 / N - 1)) == 0; }
 
+// The sums of all warps, of `count` steps, into rows of N.
+static __device__ __forceinline__ void meet(DBC_T* to, const float (*sums)[STEPS][N], int count, int row) {
+  const int warps = blockDim.x / 32;
+  for (int i = threadIdx.x; i < count * N; i += blockDim.x) {
+    float total = 0.0f;
+    for (int w = 0; w < warps; ++w) total += sums[w][i / N][i % N];
+    put(to + ((i / N) * row + i % N), total);
+  }
+}
+
 struct Pointers {  // the sequence's, the same in all threads of a block
   const X_T* x; const DT_T* dt; const Z_T* z; const DY_T* dy;
   int x_row, dt_row, z_row, dy_row;
@@ -212,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scan_backward(
   __shared__ float4 a[2 * N / 4][THREADS];
   const long long b = blockIdx.y;
   const int e = 2 * (blockIdx.x * blockDim.x + threadIdx.x);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Pointers p{x + b * x_batch, dt + b * dt_batch, z + b * z_batch, dy + b * dy_batch, x_row, dt_row, z_row, dy_row};
   Raw raw;
   raw.load<true>(p, 0, e);
@@ -272,11 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scan_backward(
       if (leads(lane)) sums[warp][s][state_of(lane)] = all;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < count * N; i += blockDim.x) {
-      float total = 0.0f;
-      for (int w = 0; w < warps; ++w) total += sums[w][i / N][i % N];
-      put(dBC + ((first + i / N) * dBC_row + N + i % N), total);
-    }
+    meet(dBC + (first * dBC_row + N), sums, count, dBC_row);
   }
 
 #pragma unroll
@@ -336,11 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scan_backward(
       if (leads(lane)) sums[warp][s][state_of(lane)] = all;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < count * N; i += blockDim.x) {
-      float total = 0.0f;
-      for (int w = 0; w < warps; ++w) total += sums[w][i / N][i % N];
-      put(dBC + ((first + i / N) * dBC_row + i % N), total);
-    }
+    meet(dBC + first * dBC_row, sums, count, dBC_row);
   }
   dparameter += b * (N + 2) * E;
   float4* to = (float4*)(dparameter + e * N);

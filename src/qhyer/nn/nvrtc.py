@@ -20,6 +20,12 @@ import torch
 from torch import Tensor
 
 
+@functools.cache
+def source(name: str) -> str:
+    """What stands in a file of this folder."""
+    return Path(__file__).with_name(name).read_text()
+
+
 class CompileError(RuntimeError):
     """The compiler's or the driver's own words."""
 
