@@ -7,6 +7,7 @@ not be captured costs speed and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from qhyer import distributed
 from qhyer.agent import Agent, Batch, Metrics, Sampler, Stage
 from qhyer.lane import abandon, default_cuda_generator, keep
 from qhyer.nn.adamw_cuda import Step
+from qhyer.nn.streams import asides, fork, forked
 
 Loss = Callable[[Batch], tuple[Tensor, Metrics]]
 COMPILED = 256  # configurations of an agent in one process, each with its own version of the compiled loss
@@ -128,26 +130,41 @@ class Update:
         drawn = self.sampler.sample(self.stage.batch_size)
         loss, metrics = self._loss(self.loss, distributed.share(drawn))
         self.drop_gradients()
-        loss.backward(torch.ones_like(loss))
+        with asides(self.device, not self.fused):
+            loss.backward(torch.ones_like(loss))
         distributed.average_gradients(p for parameters in self.parameters for p in parameters)
         fused = [step.suits() for step in self.steps]
-        norms = []
-        for parameters, step, ours in zip(self.parameters, self.steps, fused):
-            if loss.dim():
-                norms.append(gradient_norms(parameters))
-            else:
-                norms.append(step.norm() if ours else gradient_norm(parameters, self.stage.grad_clip))
+        stacked = loss.dim() > 0
+        norms = forked(
+            "optimizers", [partial(self._norm, i, ours, stacked) for i, ours in enumerate(fused)], self.device
+        )
         norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm(dim=0)
-        metrics = {"loss": loss, **metrics, "grad_norm": norm}
-        values = distributed.mean(torch.stack([value.detach() for value in metrics.values()], dim=-1))  # (M,), (S, M)
-        self._watch(drawn, (values[..., 0] + values[..., -1]).abs() < torch.inf)  # nor is nan less
-        for optimizer, step, ours, own in zip(self.stage.optimizers, self.steps, fused, norms):
-            if ours:
-                step.step(None if loss.dim() else own)
-            else:
-                optimizer.step()
+        steps = [partial(self._step, i, ours, None if stacked else norms[i]) for i, ours in enumerate(fused)]
+        fork(  # no two optimisers share a parameter, and what is recorded is none
+            "records",
+            lambda: self._record(drawn, {"loss": loss, **metrics, "grad_norm": norm}),
+            lambda: forked("optimizers", steps, self.device),
+            self.device,
+        )
         if self.stage.after_step is not None:
             self.stage.after_step()
+
+    def _norm(self, optimizer: int, ours: bool, stacked: bool) -> Tensor:
+        """Of this optimiser's gradients, which are clipped here, or by the step if it is ours."""
+        if stacked:
+            return gradient_norms(self.parameters[optimizer])
+        step = self.steps[optimizer]
+        return step.norm() if ours else gradient_norm(self.parameters[optimizer], self.stage.grad_clip)
+
+    def _step(self, optimizer: int, ours: bool, norm: Tensor | None) -> None:
+        if ours:
+            self.steps[optimizer].step(norm)
+        else:
+            self.stage.optimizers[optimizer].step()
+
+    def _record(self, drawn: Batch, metrics: Metrics) -> None:
+        values = distributed.mean(torch.stack([value.detach() for value in metrics.values()], dim=-1))  # (M,), (S, M)
+        self._watch(drawn, (values[..., 0] + values[..., -1]).abs() < torch.inf)  # nor is nan less
         if self.sums is None:
             self.names, self.sums = list(metrics), torch.zeros_like(values, dtype=torch.float64)
         self.sums += values

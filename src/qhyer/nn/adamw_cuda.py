@@ -40,6 +40,13 @@ def dense(tensor: Tensor) -> bool:
     return True
 
 
+def alike(one: Tensor, two: Tensor) -> bool:
+    """Whether their numbers lie in the same order. What the step along a dimension of one number is does not matter:
+    torch leaves there whatever came about."""
+    steps = [[stride for stride, size in zip(t.stride(), t.shape) if size != 1] for t in (one, two)]
+    return one.shape == two.shape and steps[0] == steps[1]
+
+
 def works(device: torch.device) -> bool:
     return nvrtc.works(nvrtc.source(FILE), OPTIONS, device, "torch's own AdamW steps")
 
@@ -79,7 +86,7 @@ class Step:
             if not decoupled or not all(t.is_cuda and t.dtype == torch.float32 for t in read):
                 return False
             # Number by number, in the order of memory: any, as long as it is the same in all four.
-            if not dense(parameter) or not all(t.stride() == parameter.stride() for t in tensors):
+            if not dense(parameter) or not all(alike(parameter, tensor) for tensor in tensors):
                 return False
         here = torch.cuda.current_device() == device.index
         if not here or torch.version.hip is not None:

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qhyer.nn.streams import Put, at_once
 from qhyer.nn.total_triton import total
 
 MAX_LENGTH = 128
@@ -166,8 +167,9 @@ def forward(qkv: Tensor, bias: Tensor | None, heads: int, drop: float, seed: Ten
 
 
 def backward(
-    qkv: Tensor, bias: Tensor | None, heads: int, drop: float, seed: Tensor | None, do: Tensor, dqkv: Tensor
-) -> Tensor:
+    qkv: Tensor, bias: Tensor | None, heads: int, drop: float, seed: Tensor | None, do: Tensor, dqkv: Tensor,
+    put: Put = at_once,
+) -> Tensor:  # fmt: skip
     """Writes dqkv, whose batch and rows may lie anywhere -> dbias in float32 (empty without a bias)."""
     batch, length, packed = qkv.shape
     qkv, do, width = _packed(qkv), _packed(do), packed // (3 * heads)
@@ -180,7 +182,7 @@ def backward(
         1.0 / math.sqrt(width), drop, *qkv.stride()[:2], *do.stride()[:2], *dqkv.stride()[:2], BIAS=bias is not None,
         DROP=drop > 0.0, **launch,
     )  # fmt: skip
-    return total(dbias)
+    return put(lambda: total(dbias), [dbias])
 
 
 @torch.library.custom_op("qhyer::short_attention", mutates_args=())

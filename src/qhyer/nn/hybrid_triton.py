@@ -25,7 +25,7 @@ from qhyer.nn import mamba_triton as scanning
 from qhyer.nn.attention_triton import MAX_LENGTH, shared_bytes, shared_memory
 from qhyer.nn.products_triton import product, weight_gradient
 from qhyer.nn.seam_triton import bias_gelu, bias_gelu_backward, seam
-from qhyer.nn.streams import fork
+from qhyer.nn.streams import aside, fork
 
 if TYPE_CHECKING:
     from qhyer.nn.attention import CausalAttention
@@ -113,6 +113,11 @@ class _Weights:
 # ------------------------------------------------------------------------------------------------- a block's branches
 
 
+def _weight(grad: Tensor, x: Tensor) -> Tensor:
+    """A weight's gradient, put aside."""
+    return aside(lambda: weight_gradient(grad, x), (grad, x))
+
+
 def _columns(projected: Tensor, attention: list[Tensor], batch: int) -> tuple[Tensor, Tensor, Tensor]:
     """(M, 3 d + 2 E) -> queries, keys and values, x and z, (B, L, .) each; those of an absent branch are empty."""
     packed = len(attention[0]) if attention else 0
@@ -192,8 +197,8 @@ def branches_backward(
     grads: list[Tensor], h: Tensor, attention: list[Tensor], mamba: list[Tensor], low: list[Tensor], kept: list[Tensor],
     seed: Tensor, batch: int, heads: int, drop: float,
 ) -> list[Tensor]:  # fmt: skip
-    """-> gradients: of h and the stack; of attention's bias and out weight; of Mamba's convolution (width + 1, E),
-    x_proj and dt_proj weights, [dt_proj bias; D] (2, E), A_log and out_proj weight."""
+    """-> gradients: of h and the stack; of attention's bias and out weight; of Mamba's conv weight and bias, x_proj and
+    dt_proj weights, [dt_proj bias; D] (2, E), A_log and out_proj weight. But for h's they are put aside."""
     projected = kept[0]
     dprojected = torch.empty_like(projected)
     qkv, x, z = _columns(projected, attention, batch)
@@ -202,8 +207,8 @@ def branches_backward(
     def attend() -> list[Tensor]:
         grad, o = grads[0], kept[1]
         do = (grad @ low[1]).view(batch, -1, o.shape[1])
-        dbias = attending.backward(qkv, attention[1], heads, drop, seed, do, dqkv)
-        return [dbias, weight_gradient(grad, o)]
+        dbias = attending.backward(qkv, attention[1], heads, drop, seed, do, dqkv, aside)
+        return [dbias, _weight(grad, o)]
 
     def scan() -> list[Tensor]:
         _, conv_weight, conv_bias, _, _, bias, _, D, _ = mamba
@@ -216,19 +221,17 @@ def branches_backward(
         ddelta, dBC = _selection(dselected, rank, batch)
         dy = (grad @ out_proj).view(inside)
         du, ddt, dA, dvector, _ = scanning.scan_backward(
-            u.view(inside), dt.view(inside), bias, A, B, C, D, z, None, dy, None, dz, dBC
+            u.view(inside), dt.view(inside), bias, A, B, C, D, z, None, dy, None, dz, dBC, aside
         )
         ddt = ddt.flatten(0, 1)
         torch.mm(ddt, dt_proj, out=ddelta)
         du.view(-1, inside[-1]).addmm_(dselected, x_proj)  # u is read by x_proj and by the scan
-        dconv = scanning.conv_backward(x, conv_weight, conv_bias, du, 0, dx)
-        return [
-            dconv, weight_gradient(dselected, u), weight_gradient(ddt, delta), dvector,
-            torch.mul(dA, A, out=torch.empty_like(A)), weight_gradient(grad, y),
-        ]  # fmt: skip
+        dconv = scanning.conv_backward(x, conv_weight, conv_bias, du, 0, dx, aside)
+        dA_log = aside(lambda: torch.mul(dA, A, out=torch.empty_like(A)), [dA, A])
+        return [*dconv, _weight(dselected, u), _weight(ddt, delta), dvector, dA_log, _weight(grad, y)]
 
     one, two = _either(attend if attention else None, scan if mamba else None, h.device)
-    return [dprojected @ low[0], weight_gradient(dprojected, h), *one, *two]
+    return [dprojected @ low[0], _weight(dprojected, h), *one, *two]
 
 
 @branches_backward.register_fake
@@ -244,7 +247,7 @@ def _(
         found += [full(*attention[1].shape), full(*attention[2].shape)]
     if mamba:
         _, conv, _, x_proj, dt_proj, _, A_log, D, out_proj = mamba
-        shapes = [(conv.shape[1] + 1, len(conv)), x_proj.shape, dt_proj.shape, (2, len(D)), A_log.shape, out_proj.shape]
+        shapes = [conv.shape, D.shape, x_proj.shape, dt_proj.shape, (2, len(D)), A_log.shape, out_proj.shape]
         found += [full(*shape) for shape in shapes]
     return found
 
@@ -274,9 +277,9 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         dbias, dout = rest[:2]
         dattention = [dstack[:packed], dbias, dout]
     if mamba:
-        dconv, dx_proj, ddt_proj, dvector, dA_log, dout_proj = rest[-6:]
+        dconv, dconv_bias, dx_proj, ddt_proj, dvector, dA_log, dout_proj = rest[-7:]
         dmamba = [
-            dstack[packed:], dconv[:-1].t(), dconv[-1], dx_proj, ddt_proj, dvector[0], dA_log, dvector[1], dout_proj,
+            dstack[packed:], dconv, dconv_bias, dx_proj, ddt_proj, dvector[0], dA_log, dvector[1], dout_proj,
         ]  # fmt: skip
     return dh, dattention, dmamba, [None] * len(low), None, None, None, None
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qhyer.nn import nvrtc
+from qhyer.nn.streams import Put, at_once
 from qhyer.nn.total_triton import total
 
 FILE = "mamba_scan.cu"
@@ -80,7 +81,7 @@ def forward(
 
 def backward(
     x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
-    dy: Tensor, dz: Tensor | None, dBC: Tensor,
+    dy: Tensor, dz: Tensor | None, dBC: Tensor, put: Put = at_once,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Writes dz and d[B; C] (B, L, 2 N), rows anywhere -> dx, ddt, dA (E, N), d[bias; D] (2, E); the last two are parts
     of one sum."""
@@ -107,5 +108,5 @@ def backward(
     )  # fmt: skip
     if blocks > 1:
         total(parts, dBC)
-    dA, dvector = total(dparameter).split([size * width, 2 * width])
+    dA, dvector = put(lambda: total(dparameter), [dparameter]).split([size * width, 2 * width])
     return dx, ddt, dA.view(width, size), dvector.view(2, width)

@@ -39,6 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qhyer.nn import mamba_cuda
+from qhyer.nn.streams import Put, at_once
 from qhyer.nn.total_triton import total
 
 # Channels of a program, and steps whose instructions the compiler may interleave.
@@ -368,7 +369,7 @@ def scan_forward(
 
 def scan_backward(
     x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
-    state: Tensor | None, dy: Tensor, dlast: Tensor | None, dz: Tensor | None, dBC: Tensor,
+    state: Tensor | None, dy: Tensor, dlast: Tensor | None, dz: Tensor | None, dBC: Tensor, put: Put = at_once,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Writes dz and d[B; C] (B, L, 2 N), whose batch and rows may lie anywhere -> dx, ddt, dA, d[bias; D] (2, E),
     dstate (empty without a state). dA and d[bias; D] are parts of one sum."""
@@ -382,7 +383,7 @@ def scan_backward(
 
     written = (dBC,) if dz is None else (dBC, dz)
     if dlast is None and by_hand(x, dt, bias, A, B, C, D, z, state, dy, *written):
-        return *mamba_cuda.backward(x, dt, bias, A, B, C, D, z, dy, dz, dBC), empty(0)
+        return *mamba_cuda.backward(x, dt, bias, A, B, C, D, z, dy, dz, dBC, put), empty(0)
     dx, ddt = empty(batch, length, width, dtype=x.dtype), empty(batch, length, width, dtype=dt.dtype)
     parts, dparameter = empty(blocks, batch, length, 2 * size), empty(batch, size + 2, width)
     dstate = empty(0) if state is None else empty(batch, size, width)
@@ -396,7 +397,7 @@ def scan_backward(
         STATE=state is not None, DLAST=dlast is not None, num_warps=1,
     )  # fmt: skip
     total(parts, dBC)
-    dA, dvector = total(dparameter).split([size, 2])
+    dA, dvector = put(lambda: total(dparameter), [dparameter]).split([size, 2])
     return dx, ddt, dA.t(), dvector, dstate if state is None else dstate.mT
 
 
@@ -499,8 +500,10 @@ def conv_forward(x: Tensor, weight: Tensor, bias: Tensor, lead: int) -> Tensor:
     return y
 
 
-def conv_backward(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead: int, dx: Tensor) -> Tensor:
-    """Writes dx, whose batch and rows may lie anywhere -> d[weight; bias] (width + 1, E)."""
+def conv_backward(
+    x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead: int, dx: Tensor, put: Put = at_once
+) -> tuple[Tensor, Tensor]:
+    """Writes dx, whose batch and rows may lie anywhere -> dweight (E, width) and dbias (E,)."""
     x, dy = _contiguous(x, dy)
     batch, rows, width = x.shape
     taps, segments = weight.shape[1], _segments(rows)
@@ -511,7 +514,12 @@ def conv_backward(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead: int
         x_row=x.stride(1), dy_row=dy.stride(1), dx_row=dx.stride(1), E=width, WIDTH=taps,
         SEGMENTS=segments, STEPS=CONV_STEPS, BLOCK=CONV_BLOCK, num_warps=segments,
     )  # fmt: skip
-    return total(dparameter.flatten(0, 1))
+
+    def sums() -> tuple[Tensor, Tensor]:
+        *dweight, dbias = total(dparameter.flatten(0, 1))
+        return torch.stack(dweight, -1), dbias.clone()  # as the parameters lie in memory, and no two of one
+
+    return put(sums, [dparameter])
 
 
 @torch.library.custom_op("qhyer::conv_silu", mutates_args=())
@@ -527,15 +535,16 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, lead: int) -> Tensor:
 
 
 @torch.library.custom_op("qhyer::conv_silu_backward", mutates_args=())
-def conv_silu_backward(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead: int) -> tuple[Tensor, Tensor]:
-    """-> dx and d[weight; bias] (width + 1, E)."""
+def conv_silu_backward(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dx, dweight (E, width), dbias (E,)."""
     dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    return dx, conv_backward(x, weight, bias, dy, lead, dx)
+    return dx, *conv_backward(x, weight, bias, dy, lead, dx)
 
 
 @conv_silu_backward.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(weight.shape[1] + 1, x.shape[2], dtype=torch.float32)
+def _(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
+    sums = (x.new_empty(shape, dtype=torch.float32) for shape in (weight.shape, bias.shape))
+    return x.new_empty(x.shape), *sums  # type: ignore[return-value]
 
 
 def _conv_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -545,8 +554,7 @@ def _conv_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _conv_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight, bias = ctx.saved_tensors
-    dx, dparameter = conv_silu_backward(x, weight, bias, dy, ctx.lead)
-    return dx, dparameter[:-1].t(), dparameter[-1], None
+    return *conv_silu_backward(x, weight, bias, dy, ctx.lead), None
 
 
 conv_silu.register_autograd(_conv_backward, setup_context=_conv_setup)

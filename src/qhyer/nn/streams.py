@@ -3,15 +3,21 @@
 The kernels of one update are small and many of them leave most of the chip idle. Where two parts of a loss do not
 depend on each other, `concurrently` puts them on two CUDA streams; autograd runs each part's backward on the stream of
 its forward, and a captured graph keeps the two as parallel branches. Elsewhere it is two calls, one after the other.
-`side_by_side` is the same of any number, `all_at_once` the sum of losses that are computed so, `fork` the same within
-an operation.
+`side_by_side` is the same of any number, `all_at_once` the sum of losses that are computed so, `fork` and `forked` the
+same where autograd does not look.
+
+What is not wanted soon need not be waited for: `begin` starts work whose result is asked for later, and `aside` puts
+work that only the end of a backward pass waits for (sums and products that make gradients of parameters) on a stream
+of its own, where whoever runs that pass says that it will wait (`asides`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +25,7 @@ from torch._C._functorch import is_batchedtensor  # inside vmap, where seeds are
 
 First = TypeVar("First")
 Second = TypeVar("Second")
+HELD = 2**27  # bytes that work put aside may keep from being used again
 
 
 @functools.cache
@@ -68,6 +75,13 @@ def concurrently(
     return one, two
 
 
+def _report(value: Any, reader: torch.cuda.Stream) -> None:
+    """To the allocator: who reads this, too. Not while a graph is captured: see `fork`."""
+    if not torch.cuda.is_current_stream_capturing():
+        for tensor in _tensors(value):
+            tensor.record_stream(reader)
+
+
 def fork(
     name: str, first: Callable[[], First], second: Callable[[], Second], device: torch.device
 ) -> tuple[First, Second]:
@@ -86,10 +100,16 @@ def fork(
         one = first()
     two = second()
     here.wait_stream(beside)
-    if not torch.cuda.is_current_stream_capturing():
-        for tensor in _tensors(one):
-            tensor.record_stream(here)
+    _report(one, here)
     return one, two
+
+
+def forked(name: str, calls: Sequence[Callable[[], First]], device: torch.device) -> list[First]:
+    """`fork` of any number."""
+    if len(calls) < 2:
+        return [call() for call in calls]
+    one, others = fork(f"{name} {len(calls)}", calls[0], lambda: forked(name, calls[1:], device), device)
+    return [one, *others]
 
 
 def side_by_side(name: str, calls: Sequence[Callable[[], First]], inputs: Iterable[Tensor]) -> list[First]:
@@ -107,3 +127,91 @@ def all_at_once(
     """The sum of losses (scalar, metrics) of which none waits for another, and the metrics of all."""
     found = side_by_side("losses", losses, inputs)
     return sum((loss for loss, _ in found[1:]), found[0][0]), {k: v for _, metrics in found for k, v in metrics.items()}
+
+
+# ------------------------------------------------------------------------------------------------ not wanted at once
+
+
+class Begun(Generic[First]):
+    """What `begin` has started. The first who asks for it, and all after it on that stream, wait."""
+
+    def __init__(self, value: First, stream: torch.cuda.Stream | None) -> None:
+        self.value, self.stream = value, stream
+
+    def __call__(self) -> First:
+        if self.stream is not None:
+            here = torch.cuda.current_stream(self.stream.device)
+            here.wait_stream(self.stream)
+            _report(self.value, here)
+        return self.value
+
+
+def begin(name: str, call: Callable[[], First], device: torch.device) -> Begun[First]:
+    """Starts work that reads parameters and buffers alone. Somebody must ask for its result before this update ends."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return Begun(call(), None)
+    here = torch.cuda.current_stream(device)
+    beside = _beside(device, here.cuda_stream, name)
+    beside.wait_stream(here)
+    with torch.cuda.stream(beside):
+        return Begun(call(), beside)
+
+
+class _Asides:
+    """The stream of what is put aside, and what it still reads. Memory that is given back is used again by whoever comes
+    next on the stream it came from, who does not know of this one: so it is given back once that one has waited."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.home = torch.cuda.current_stream(device)
+        self.stream = _beside(device, self.home.cuda_stream, "asides")
+        self.reads: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
+        self.held = 0
+
+    def run(self, call: Callable[[], First], reads: Iterable[Tensor]) -> First:
+        here = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            value = call()
+            event = self.stream.record_event()
+        kept = list(reads)
+        self.reads.append((event, kept))
+        self.held += sum(tensor.nbytes for tensor in kept)
+        while self.held > HELD:
+            event, kept = self.reads.popleft()
+            self.held -= sum(tensor.nbytes for tensor in kept)
+            for stream in {here, self.home}:
+                stream.wait_event(event)
+        return value
+
+
+_running: _Asides | None = None
+
+
+@contextlib.contextmanager
+def asides(device: torch.device, allowed: bool = True) -> Iterator[None]:
+    """For a backward pass after which nobody reads a gradient of a parameter before this has ended. Not where they are
+    read on their way: by a compiled pass, or where they are added to those of an earlier one."""
+    global _running
+    if device.type != "cuda" or not allowed or _running is not None:
+        yield
+        return
+    running = _running = _Asides(device)
+    try:
+        yield
+    finally:
+        _running = None
+        running.home.wait_stream(running.stream)
+
+
+Put = Callable[[Callable[[], Any], Sequence[Tensor]], Any]
+"""`aside` or `at_once`: what a function does with sums that only its caller's caller wants"""
+
+
+def at_once(call: Callable[[], First], reads: Iterable[Tensor]) -> First:
+    return call()
+
+
+def aside(call: Callable[[], First], reads: Iterable[Tensor]) -> First:
+    """The gradients of parameters that `call` makes of `reads`, which nobody changes: at once, or within `asides` at
+    some time before it ends."""
+    return call() if _running is None else _running.run(call, reads)
