@@ -26,6 +26,11 @@ def masked_mean(x: Tensor, share: Tensor) -> Tensor:
     return (x * share).sum()
 
 
+def weighted(weight: float, loss: Tensor) -> Tensor:
+    """weight * loss; a weight of one is no multiplication, forward or backward."""
+    return loss if weight == 1.0 else weight * loss
+
+
 def expectile(u: Tensor, tau: float) -> Tensor:
     """Eq. (9): L^2_tau(u) = |tau - 1(u < 0)| u^2, u = target - prediction; tau > 1/2 leans to the maximum."""
     weight = torch.where(u < 0, 1.0 - tau, tau)

@@ -7,15 +7,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from qhyer.nn import heads_triton, tokens_triton
+from qhyer import distributed
+from qhyer.nn import heads_triton, losses_triton, tokens_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = "1" if DEVICE == "cuda" else "interpret"
-CASES = [  # changes of the configuration; whether kernels write the tokens, and read the heads
-    ({}, True, True),
-    ({"conditioning": "none"}, False, True),
-    ({"tokenization": "separate"}, False, True),
-    ({"tokenization": "no_goal", "action_head": "mixture"}, True, False),
+EVERY = {"tokens", "heads", "actor", "scale", "density"}
+CASES = [  # changes of the configuration; what kernels do then of these
+    ({}, EVERY),
+    ({"weight_bc": 0.5, "weight_q": 3.0, "weight_critic": 0.1}, EVERY),
+    ({"conditioning": "none"}, {"heads"}),
+    ({"conditioning": "rtg"}, {"tokens", "heads", "actor"}),
+    ({"tokenization": "separate", "regression": "quantile"}, {"heads", "scale", "density"}),
+    ({"tokenization": "no_goal", "action_head": "mixture"}, {"tokens", "scale", "density"}),
+    ({"q_normalization": "standardize"}, EVERY - {"scale"}),
 ]
 
 
@@ -39,11 +44,18 @@ def same(ours, theirs) -> None:
 
 @pytest.fixture
 def used(monkeypatch):
-    """Which of the two was called."""
+    """What was called."""
     found: set[str] = set()
-    embed, heads = tokens_triton.embed, heads_triton.heads
-    monkeypatch.setattr(tokens_triton, "embed", lambda *a: found.add("tokens") or embed(*a))
-    monkeypatch.setattr(heads_triton, "heads", lambda *a: found.add("heads") or heads(*a))
+
+    def watch(module, operator: str, name: str) -> None:
+        original = getattr(module, operator)
+        monkeypatch.setattr(module, operator, lambda *a: found.add(name) or original(*a))
+
+    watch(tokens_triton, "embed", "tokens")
+    watch(heads_triton, "heads", "heads")
+    watch(losses_triton, "actor", "actor")
+    watch(losses_triton, "normalized", "scale")
+    watch(losses_triton, "normal", "density")
     return found
 
 
@@ -55,15 +67,40 @@ def make(tiny_agent, shake, point_world, **changes):
     return agent, {name: value.to(DEVICE) for name, value in batch.items()}
 
 
-@pytest.mark.parametrize(("changes", "tokens", "heads"), CASES)
-def test_the_same_loss_and_gradients(changes, tokens, heads, tiny_agent, shake, point_world, used, monkeypatch):
+@pytest.mark.parametrize(("changes", "expected"), CASES)
+def test_the_same_loss_and_gradients(changes, expected, tiny_agent, shake, point_world, used, monkeypatch):
     agent, batch = make(tiny_agent, shake, point_world, **changes)
+    start = {name: buffer.clone() for name, buffer in agent.named_buffers() if name.startswith("q_")}
     monkeypatch.setenv("QHYER_TRITON", "0")
-    plain = outcome(agent, batch)
+    plain, running = outcome(agent, batch), {name: agent.get_buffer(name).clone() for name in start}
     assert not used
+    for name, value in start.items():
+        agent.get_buffer(name).copy_(value)
     monkeypatch.setenv("QHYER_TRITON", KERNELS)
     same(outcome(agent, batch), plain)
-    assert ("tokens" in used, "heads" in used) == (tokens, heads)
+    assert used == expected
+    for name, value in running.items():
+        torch.testing.assert_close(agent.get_buffer(name), value, rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_metrics(tiny_agent, shake, point_world, monkeypatch):
+    agent, batch = make(tiny_agent, shake, point_world)
+    found = []
+    for use in ("0", KERNELS):
+        monkeypatch.setenv("QHYER_TRITON", use)
+        agent.q_seen.zero_()
+        torch.manual_seed(0)
+        found.append(agent.loss(batch)[1])
+    assert list(found[0]) == list(found[1])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_sums_of_several_processes_are_the_plain_codes(tiny_agent, shake, point_world, used, monkeypatch):
+    agent, batch = make(tiny_agent, shake, point_world)
+    monkeypatch.setenv("QHYER_TRITON", KERNELS)
+    monkeypatch.setattr(distributed, "active", lambda: True)
+    outcome(agent, batch)
+    assert used == EVERY - {"actor", "scale"}
 
 
 @pytest.mark.slow

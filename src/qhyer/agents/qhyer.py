@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -41,6 +42,16 @@ LUCK_ROWS = 2**15  # of best_of_mixture's table of chance: 512 choices of 64 bef
 LOG_STD = (-3.0, 1.0)  # beyond the paper: range of a mixture's log standard deviations
 Q_SCALE_FLOOR = 1e-3  # Unspecified in the paper: delta of its normalisation
 RIVALS = {"cvae": cvae.given_context, "contrastive": contrastive.given_context}  # of the flow, in the ablation
+
+
+def fused(*values: Tensor) -> ModuleType | None:
+    """The kernels for what lies between networks and losses, where they can take these values, else None. Where
+    processes share a batch its sums are over all of them: the plain code's."""
+    if kernels(values[0]) is None or distributed.active():
+        return None
+    from qhyer.nn import losses_triton
+
+    return losses_triton if losses_triton.fits(*values) else None
 
 
 @dataclass(frozen=True)
@@ -340,15 +351,18 @@ class QHyer(Agent):
     @torch.no_grad()
     def q_values(self, batch: Batch) -> Tensor:
         """The Q tokens and targets of a window (B, K), normalised. No gradient: the flow learns from Eq. (5) alone."""
-        observations, actions = batch["observations"], batch["actions"]
-        if self.config.conditioning == "rtg":  # sum of 1[s = g] to come: one where the goal is on this trajectory
+        config, observations, actions = self.config, batch["observations"], batch["actions"]
+        if config.conditioning == "rtg":  # sum of 1[s = g] to come: one where the goal is on this trajectory
             return batch["reached"][:, None].expand(observations.shape[:2])
         goals = self.goal_coordinates(batch["goals"])[:, None].expand(-1, observations.shape[1], -1)
         q = self.log_density(observations, actions, goals)  # (B, K)
         if self.training:
+            if config.q_normalization == "scale" and (kernel := fused(q)) is not None:  # what follows, as one
+                running = self.q_shift, self.q_scale, self.q_seen
+                return kernel.normalized(q, batch["valid"], *running, Q_SCALE_RATE, Q_SCALE_FLOOR)
             share = losses.shares(batch["valid"])
             rate = torch.where(self.q_seen > 0, Q_SCALE_RATE, 1.0)  # the first batch sets the scale, later ones move it
-            if self.config.q_normalization == "standardize":
+            if config.q_normalization == "standardize":
                 self.q_shift.lerp_(distributed.mean(losses.masked_mean(q, share)), rate)
             spread = losses.masked_mean((q - self.q_shift).abs(), share)
             self.q_scale.lerp_(distributed.mean(spread), rate)
@@ -407,6 +421,12 @@ class QHyer(Agent):
         h, _ = self.decoder(x)
         q_hat, numbers = self._read(h)  # (B, K), (B, K, d_a) with a Gaussian
         mean = self._action(numbers)
+        usual = (config.action_head, config.regression) == ("gaussian", "expectile")
+        if usual and q is not None and q_hat is not None:
+            values = mean, batch["actions"], q_hat, q
+            if (kernel := fused(*values)) is not None:  # what follows, as two
+                bc, regression, beside = kernel.actor_losses(*values, batch["valid"], config.expectile)
+                return bc, regression, self._actor_metrics(bc, regression, *beside)
         share = losses.shares(batch["valid"])
         # Unspecified in the paper: the action is Gaussian with a fixed unit variance, OGBench's convention.
         if config.action_head == "gaussian":
@@ -415,9 +435,8 @@ class QHyer(Agent):
             nll = losses.mixture_nll(*self._mixture(numbers), batch["actions"])
         bc = losses.masked_mean(nll, share)  # Eq. (15)
         error = losses.masked_mean((mean - batch["actions"]).square().mean(-1), share)
-        metrics: Metrics = {"actor/bc": bc.detach(), "actor/mse": error.detach()}
         if q_hat is None or q is None:
-            return bc, bc.new_zeros(()), metrics
+            return bc, bc.new_zeros(()), {"actor/bc": bc.detach(), "actor/mse": error.detach()}
         # u = Q - Q-hat as in Eq. (10); Algorithm 1 prints the arguments swapped, which would fit the lower tail.
         u = q - q_hat
         if config.regression == "expectile":
@@ -427,26 +446,31 @@ class QHyer(Agent):
         else:
             per_token = losses.mse(u)
         regression = losses.masked_mean(per_token, share)
-        metrics |= {
+        q_mean, gap = losses.masked_mean(q, share), losses.masked_mean(-u.detach(), share)
+        return bc, regression, self._actor_metrics(bc, regression, error, q_mean, gap)
+
+    def _actor_metrics(self, bc: Tensor, regression: Tensor, error: Tensor, q_mean: Tensor, gap: Tensor) -> Metrics:
+        return {
+            "actor/bc": bc.detach(),
+            "actor/mse": error.detach(),
             "actor/q_loss": regression.detach(),
-            "q/mean": losses.masked_mean(q, share),
-            "q/hat_minus_q": losses.masked_mean(-u.detach(), share),
+            "q/mean": q_mean,
+            "q/hat_minus_q": gap,
             "q/scale": self.q_scale.clone(),
         }
-        return bc, regression, metrics
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Eq. (14): the three losses, jointly."""
         config = self.config
         if self.critic is None:
             bc, regression, metrics = self.actor_loss(batch)
-            return config.weight_bc * bc + config.weight_q * regression, metrics
+            return losses.weighted(config.weight_bc, bc) + losses.weighted(config.weight_q, regression), metrics
         # No gradient passes between the two, so they can be computed side by side.
         (nll, critic_metrics), (bc, regression, metrics) = concurrently(
             "critic", lambda: self.critic_loss(batch), lambda: self.actor_loss(batch), batch.values()
         )
-        total = config.weight_bc * bc + config.weight_q * regression + config.weight_critic * nll
-        return total, metrics | critic_metrics
+        actor = losses.weighted(config.weight_bc, bc) + losses.weighted(config.weight_q, regression)
+        return actor + losses.weighted(config.weight_critic, nll), metrics | critic_metrics
 
     def stages(self) -> tuple[Stage, ...]:
         config = self.config

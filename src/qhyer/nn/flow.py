@@ -130,14 +130,19 @@ class ConditionalRealNVP(nn.Module):
         self.linears = InvertibleLinears(dim, blocks)
         self.couplings = AffineCouplings(dim, context_dim, channels, blocks)
 
+    def _by_kernels(self, x: Tensor) -> bool:
+        if self.dim == 1 or not x.numel() or x.dtype != torch.float32 or kernels(x) is None:
+            return False
+        if self.dim > UNROLLED:
+            _say_plain(self.dim)
+        return self.dim <= UNROLLED
+
     def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """f(x; y): data (..., d) -> noise (..., d) and log|det df/dx| (...)."""
-        if self.dim > 1 and x.numel() and x.dtype == torch.float32 and kernels(x) is not None:
-            if self.dim <= UNROLLED:
-                from qhyer.nn.flow_triton import flow_forward
+        if self._by_kernels(x):
+            from qhyer.nn.flow_triton import flow_forward
 
-                return flow_forward(self, x, context)
-            _say_plain(self.dim)
+            return flow_forward(self, x, context)
         z, scales = x.reshape(-1, self.dim), []
         matrices, log_det = self.linears()
         for matrix, prepared in zip(matrices, self.couplings.prepare(context)):
@@ -154,6 +159,10 @@ class ConditionalRealNVP(nn.Module):
     def log_prob(self, x: Tensor, context: Tensor) -> Tensor:
         """Eqs. (2), (4): log p_0(f(x; y)) + log|det df/dx|, (...)."""
         z, log_det = self(x, context)
+        if self._by_kernels(x):
+            from qhyer.nn.losses_triton import normal
+
+            return normal(z, log_det)
         return -0.5 * z.square().sum(-1) - 0.5 * self.dim * math.log(2 * math.pi) + log_det
 
     @torch.no_grad()
