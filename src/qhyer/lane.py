@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from qhyer.streams import SOON
+
 
 class Lane:
     """torch's global generators as this run left them and, on CUDA, a stream of its own.
@@ -22,7 +24,7 @@ class Lane:
             # A state object of its own rather than a copy of its numbers: a captured graph reads its offset from a
             # tensor of that object, and two graphs in flight must not read the same one.
             self.cuda_state = torch.Generator(device).manual_seed(seed)
-            self.stream = torch.cuda.Stream(device)
+            self.stream = torch.cuda.Stream(device, priority=SOON)
             self.stream.wait_stream(torch.cuda.current_stream(device))  # data and weights are on their way there
 
     def join(self, other: Lane) -> None:

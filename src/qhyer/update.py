@@ -17,7 +17,7 @@ from qhyer import distributed
 from qhyer.agent import Agent, Batch, Metrics, Sampler, Stage
 from qhyer.lane import abandon, default_cuda_generator, keep
 from qhyer.nn.adamw_cuda import Step
-from qhyer.nn.streams import asides, fork, forked
+from qhyer.streams import asides, fork, forked
 
 Loss = Callable[[Batch], tuple[Tensor, Metrics]]
 COMPILED = 256  # configurations of an agent in one process, each with its own version of the compiled loss

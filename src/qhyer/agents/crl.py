@@ -26,8 +26,8 @@ from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
 from qhyer.errors import require
 from qhyer.losses import awr_weight, binary_nce, ddpg_bc, gaussian_nll
 from qhyer.nn.mlp import MLP
-from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Bilinear, frozen
+from qhyer.streams import all_at_once
 
 
 @dataclass(frozen=True)

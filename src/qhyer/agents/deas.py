@@ -27,8 +27,8 @@ from qhyer.agents._chunks import ChunkAgent, ChunkConfig
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import require
 from qhyer.losses import cross_entropy, discounted
-from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import HistogramValue, spread, target_of
+from qhyer.streams import all_at_once
 
 
 # Unspecified in the paper: expectile, bins, support and alpha of DEAS. Nor are they in what could be read of DEAS's own

@@ -31,8 +31,8 @@ from qhyer.nn.mlp import MLP
 from qhyer.nn.quasimetric import IQE
 from qhyer.nn.representations import GoalRepresentation, to_sphere
 from qhyer.nn.scan import without_kernels
-from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Value, follow, implicit_value_loss, target_of
+from qhyer.streams import all_at_once
 
 INTERVALS = 8
 """coordinates per group of IQE"""

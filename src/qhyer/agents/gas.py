@@ -30,8 +30,8 @@ from qhyer.errors import require
 from qhyer.losses import ddpg_bc, expectile, gaussian_nll, mse
 from qhyer.nn.graph import Graph, centres, cluster, direction, efficient
 from qhyer.nn.mlp import MLP
-from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Metric, Value, follow, frozen, implicit_value_loss, spread, target_of
+from qhyer.streams import all_at_once
 
 BLOCK = 16384  # states whose places are computed at a time
 

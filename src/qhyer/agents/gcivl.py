@@ -20,8 +20,8 @@ from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
 from qhyer.losses import awr
 from qhyer.nn.mlp import MLP
-from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Value, follow, implicit_value_loss, target_of
+from qhyer.streams import all_at_once
 
 
 @dataclass(frozen=True)

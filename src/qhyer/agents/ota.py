@@ -25,8 +25,8 @@ from qhyer.errors import require
 from qhyer.losses import awr
 from qhyer.nn.mlp import MLP
 from qhyer.nn.representations import GoalRepresentation, to_sphere
-from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Value, follow, implicit_value_loss, target_of
+from qhyer.streams import all_at_once
 
 
 @dataclass(frozen=True)

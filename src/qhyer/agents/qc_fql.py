@@ -25,8 +25,8 @@ from qhyer.agents._chunks import ChunkAgent, ChunkConfig
 from qhyer.data.episodes import DataSpec
 from qhyer.losses import discounted, mse
 from qhyer.nn.matching import fresh
-from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Value, spread, target_of
+from qhyer.streams import all_at_once
 
 
 @dataclass(frozen=True)

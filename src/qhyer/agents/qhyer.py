@@ -33,9 +33,9 @@ from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
 from qhyer.nn.hybrid import Backbone, HybridDecoder
 from qhyer.nn.optim import adamw, warm_up, warm_up_cosine
 from qhyer.nn.scan import kernels
-from qhyer.nn.streams import concurrently
 from qhyer.nn.tokens import Tokenization, Tokens
 from qhyer.nn.values import best_of
+from qhyer.streams import concurrently
 
 Q_SCALE_RATE = 0.01  # Unspecified in the paper: rate of the running mean of |Q|
 LUCK_ROWS = 2**15  # of best_of_mixture's table of chance: 512 choices of 64 before it repeats
@@ -415,10 +415,11 @@ class QHyer(Agent):
         """Eqs. (15) and (10): imitate the action given Q, and regress the best Q. Returns L_BC, L_Q, metrics."""
         config = self.config
         observations = self.normalize(batch["observations"])  # (B, K, d_s)
+        ready = self.decoder.prepare(observations, observations.shape[1] * self.tokens.per_step - 1)
         goals = self.actor_goals(batch["goals"], batch["observations"])  # (B, K, d_g)
         q = self.q_values(batch) if self.q_head is not None else None  # (B, K)
         x = self.tokens(observations, goals, q, batch["actions"], last=False)
-        h, _ = self.decoder(x)
+        h, _ = self.decoder(x, ready=ready)
         q_hat, numbers = self._read(h)  # (B, K), (B, K, d_a) with a Gaussian
         mean = self._action(numbers)
         usual = (config.action_head, config.regression) == ("gaussian", "expectile")

@@ -25,8 +25,8 @@ from qhyer.errors import require
 from qhyer.losses import awr_weight, ddpg_bc, gaussian_nll, push_apart
 from qhyer.nn.mlp import MLP
 from qhyer.nn.quasimetric import IQE, MRN, Quasimetric
-from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import frozen
+from qhyer.streams import all_at_once
 
 INTERVALS = 8
 """coordinates per group of IQE"""

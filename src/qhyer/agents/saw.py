@@ -26,8 +26,8 @@ from qhyer.errors import require
 from qhyer.losses import awr, awr_weight
 from qhyer.nn.mlp import MLP
 from qhyer.nn.representations import GoalRepresentation
-from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Value, follow, implicit_value_loss, target_of
+from qhyer.streams import all_at_once
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from qhyer.data.segments import SubgoalSamplerConfig
 from qhyer.errors import require
 from qhyer.nn.chance import next_rows, table
 from qhyer.nn.matching import Velocity
-from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Value, best_of, follow, spread, target_of
+from qhyer.streams import all_at_once
 
 TABLE = 2**16  # rows of noise for acting: 2048 steps of 32 candidates before it repeats
 

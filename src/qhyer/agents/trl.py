@@ -32,8 +32,8 @@ from qhyer.losses import ddpg_bc, gaussian_nll
 from qhyer.nn.chance import next_rows, table
 from qhyer.nn.matching import Velocity
 from qhyer.nn.mlp import MLP
-from qhyer.nn.streams import all_at_once
 from qhyer.nn.values import Value, best_of, follow, frozen, spread, target_of
+from qhyer.streams import all_at_once
 
 TABLE = 2**15  # rows of noise for acting: 1024 steps of 32 candidates before it repeats
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from qhyer.data import goals
 from qhyer.data.episodes import Episodes
 from qhyer.errors import UserError
+from qhyer.streams import fork
 
 log = logging.getLogger(__name__)
 
@@ -283,6 +284,12 @@ class WindowSampler:
         )
 
     def sample(self, batch_size: int) -> dict[str, Tensor]:
+        count = round(batch_size * self.config.context * self.config.flow_batch)
+        first, second = lambda: self._windows(batch_size), lambda: self._flow(count)
+        windows, flow = fork("windows", first, second, self.episodes.device)  # drawn in this order
+        return {**windows, **flow}
+
+    def _windows(self, batch_size: int) -> dict[str, Tensor]:
         data, config, generator = self.episodes, self.config, self.generator
         rows, valid = self.windows.draw(batch_size)  # (B, K)
         last = rows[:, -1]
@@ -292,7 +299,7 @@ class WindowSampler:
             swap = goals.uniform(generator, (batch_size,)) < config.p_random
             goal_rows = torch.where(swap, goals.random_rows(generator, data, (batch_size,)), goal_rows)
             reached = torch.where(swap, torch.zeros_like(reached), reached)
-        batch = {
+        return {
             "rows": rows[:, 0],
             "goal_rows": goal_rows,
             "observations": data.observations[rows],  # (B, K, d_s)
@@ -301,18 +308,20 @@ class WindowSampler:
             "valid": valid,  # (B, K)
             "reached": reached,  # (B,) 1 unless the goal was drawn at random
         }
-        count = round(batch_size * config.context * config.flow_batch)
-        if count:
-            flow_rows = data.transitions[goals.random_index(generator, (count,), data.num_transitions)]
-            flow_goals = self._future(flow_rows)
-            batch |= {
-                "flow_rows": flow_rows,
-                "flow_goal_rows": flow_goals,
-                "flow_observations": data.observations[flow_rows],  # (M, d_s)
-                "flow_actions": chunks(data, flow_rows, config.chunk),  # (M, chunk * d_a)
-                "flow_goals": data.observations[flow_goals],  # (M, d_s)
-            }
-        return batch
+
+    def _flow(self, count: int) -> dict[str, Tensor]:
+        data = self.episodes
+        if not count:
+            return {}
+        flow_rows = data.transitions[goals.random_index(self.generator, (count,), data.num_transitions)]
+        flow_goals = self._future(flow_rows)
+        return {
+            "flow_rows": flow_rows,
+            "flow_goal_rows": flow_goals,
+            "flow_observations": data.observations[flow_rows],  # (M, d_s)
+            "flow_actions": chunks(data, flow_rows, self.config.chunk),  # (M, chunk * d_a)
+            "flow_goals": data.observations[flow_goals],  # (M, d_s)
+        }
 
 
 # ------------------------------------------------------------------------------------------- rewards and returns

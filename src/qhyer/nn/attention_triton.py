@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qhyer.nn.streams import Put, at_once
 from qhyer.nn.total_triton import total
+from qhyer.streams import Put, at_once
 
 MAX_LENGTH = 128
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -34,6 +34,7 @@ from qhyer.nn.products_triton import product
 from qhyer.nn.rows_triton import columns, row_norm, row_norm_backward, tile_of, zeros
 from qhyer.nn.total_triton import share
 from qhyer.nn.total_triton import total as _total
+from qhyer.streams import begin
 
 if TYPE_CHECKING:
     from qhyer.nn.flow import ConditionalRealNVP
@@ -336,8 +337,9 @@ def flow_forward(flow: ConditionalRealNVP, x: Tensor, context: Tensor) -> tuple[
     couplings = flow.couplings
     if not couplings.kept:
         raise ValueError("in one dimension there is no half to keep: that is the plain code's")
+    linears = begin("linears", flow.linears, x.device)
     contexts = product(context, couplings.context.weight, couplings.context.bias)
-    matrices, log_det = flow.linears()
+    matrices, log_det = linears()
     arguments = (
         x.reshape(-1, flow.dim), contexts.view(-1, couplings.context.out_features),
         matrices, log_det, couplings.first, couplings.second, couplings.second_bias, couplings.norm_scale,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from qhyer.nn.attention import CausalAttention, KeyValues
 from qhyer.nn.mamba import Mamba, MambaState
 from qhyer.nn.scan import kernels
+
+if TYPE_CHECKING:
+    from qhyer.nn.hybrid_triton import Ready
 
 Backbone = Literal["hybrid", "attention", "mamba"]
 
@@ -98,20 +101,39 @@ class HybridDecoder(nn.Module):
         self.blocks = nn.ModuleList(HybridBlock(dim, heads, dropout, backbone, state_size) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
+    def _fused(self, like: Tensor, length: int) -> torch.dtype | None:
+        """The dtype of the products if the fused pass trains windows of this length, on the device of `like`."""
+        if not torch.is_grad_enabled() or kernels(like) is None:
+            return None
+        from qhyer.nn import hybrid_triton
+
+        on = torch.is_autocast_enabled(like.device.type)
+        dtype = torch.get_autocast_dtype(like.device.type) if on else like.dtype
+        if hybrid_triton.fits(self, length, dtype):
+            return dtype
+        _say_unfused(length, dtype)
+        return None
+
+    def prepare(self, like: Tensor, length: int) -> Ready | None:
+        """Begins what `forward` makes of the weights alone, where there is such work, for a window of so many tokens
+        that is not there yet, on the device of `like`: the pass is told by `ready`."""
+        dtype = self._fused(like, length)
+        if dtype is None:
+            return None
+        from qhyer.nn import hybrid_triton
+
+        return hybrid_triton.prepare(self, dtype, like.device)
+
+    def forward(self, x: Tensor, cache: Cache | None = None, ready: Ready | None = None) -> tuple[Tensor, Cache]:
         """x (B, L, d), the tokens after those in `cache` -> outputs (B, L, d) and the cache of all of them.
 
         A window followed by single tokens through the cache gives what one pass over all tokens gives. In training,
         where nothing follows, the cache comes back empty if the fused pass did the work (`hybrid_triton.py`).
         """
-        if cache is None and torch.is_grad_enabled() and kernels(x) is not None:
+        if cache is None and (dtype := self._fused(x, x.shape[1])) is not None:
             from qhyer.nn import hybrid_triton
 
-            on = torch.is_autocast_enabled(x.device.type)
-            dtype = torch.get_autocast_dtype(x.device.type) if on else x.dtype
-            if hybrid_triton.fits(self, x.shape[1], dtype):
-                return hybrid_triton.decode(self, x, dtype), []
-            _say_unfused(x.shape[1], dtype)
+            return hybrid_triton.decode(self, x, dtype, ready), []
         after: Cache = []
         for i, block in enumerate(self.blocks):
             x, block_cache = block(x, cache[i] if cache is not None else None)

@@ -13,7 +13,7 @@ product that makes it. Autograd would add, join and cast instead, each time in a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,7 +25,7 @@ from qhyer.nn import mamba_triton as scanning
 from qhyer.nn.attention_triton import MAX_LENGTH, shared_bytes, shared_memory
 from qhyer.nn.products_triton import product, weight_gradient
 from qhyer.nn.seam_triton import bias_gelu, bias_gelu_backward, seam
-from qhyer.nn.streams import aside, fork
+from qhyer.streams import Begun, aside, begin, fork
 
 if TYPE_CHECKING:
     from qhyer.nn.attention import CausalAttention
@@ -102,6 +102,9 @@ class _Weights:
                 torch._foreach_copy_(copies, sources)
             if logs:
                 self.A = list(torch._foreach_neg(torch._foreach_exp(logs)))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([*self.low.values(), *self.stacks, *self.A])
 
     def of(self, layer: nn.Linear) -> Tensor:
         return self.low[id(layer.weight)]
@@ -308,11 +311,20 @@ def _branches(
     return one, two if first and second else None
 
 
-def decode(decoder: HybridDecoder, x: Tensor, dtype: torch.dtype) -> Tensor:
+Ready = Begun[_Weights]
+
+
+def prepare(decoder: HybridDecoder, dtype: torch.dtype, device: torch.device) -> Ready:
+    """Begins to cast the weights."""
+    blocks: list[HybridBlock] = list(decoder.blocks)  # type: ignore[arg-type]
+    return begin("weights", lambda: _Weights(blocks, decoder, dtype), device)
+
+
+def decode(decoder: HybridDecoder, x: Tensor, dtype: torch.dtype, ready: Ready | None = None) -> Tensor:
     """x (B, L, d) -> the decoder's outputs (B, L, d), in `dtype`."""
     batch, length, dim = x.shape
     blocks: list[HybridBlock] = list(decoder.blocks)  # type: ignore[arg-type]
-    weights = _Weights(blocks, decoder, dtype)
+    weights = _Weights(blocks, decoder, dtype) if ready is None else ready()
     drop = blocks[0].dropout.p if decoder.training else 0.0
     seeds = torch.randint(2**31 - 1, (len(blocks), 3, 1), device=x.device)
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from qhyer.nn import nvrtc
-from qhyer.nn.streams import Put, at_once
 from qhyer.nn.total_triton import total
+from qhyer.streams import Put, at_once
 
 FILE = "mamba_scan.cu"
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}

@@ -39,8 +39,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qhyer.nn import mamba_cuda
-from qhyer.nn.streams import Put, at_once
 from qhyer.nn.total_triton import total
+from qhyer.streams import Put, at_once
 
 # Channels of a program, and steps whose instructions the compiler may interleave.
 FORWARD = {"BLOCK": 64, "UNROLL": 1}

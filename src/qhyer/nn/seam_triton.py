@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qhyer.nn.streams import aside
 from qhyer.nn.total_triton import share
 from qhyer.nn.total_triton import total as _total
+from qhyer.streams import aside
 
 WARPS = 8 * 132  # of one backward launch: 8 on every multiprocessor of an H200, each leaving a row of partial sums
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

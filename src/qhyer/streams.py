@@ -25,6 +25,8 @@ from torch._C._functorch import is_batchedtensor  # inside vmap, where seeds are
 
 First = TypeVar("First")
 Second = TypeVar("Second")
+SOON, LATER = -1, 0  # priorities: who comes first where kernels of several streams are ready; in a graph, too
+AT_LEISURE = ("critic", "asides")  # which nobody waits for before the end
 HELD = 2**27  # bytes that work put aside may keep from being used again
 
 
@@ -36,7 +38,7 @@ def _beside(device: torch.device, stream: int, name: str) -> torch.cuda.Stream:
     hush = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)  # since torch 2.10
     if hush is not None:
         hush(False)
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=LATER if name in AT_LEISURE else SOON)
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
@@ -44,7 +46,7 @@ def _tensors(value: Any) -> Iterable[Tensor]:
         yield value
     elif isinstance(value, dict):
         yield from _tensors(tuple(value.values()))
-    elif isinstance(value, (tuple, list)):
+    elif isinstance(value, Iterable) and not isinstance(value, str):
         for item in value:
             yield from _tensors(item)
 
@@ -158,8 +160,8 @@ def begin(name: str, call: Callable[[], First], device: torch.device) -> Begun[F
 
 
 class _Asides:
-    """The stream of what is put aside, and what it still reads. Memory that is given back is used again by whoever comes
-    next on the stream it came from, who does not know of this one: so it is given back once that one has waited."""
+    """The stream of what is put aside, and what it still reads. Memory that is given back is used again by whoever
+    comes next on the stream it came from, who does not know of this one: it is given back once that one has waited."""
 
     def __init__(self, device: torch.device) -> None:
         self.home = torch.cuda.current_stream(device)
