@@ -13,6 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = "1" if DEVICE == "cuda" else "interpret"
 CASES = [  # changes of the configuration; whether kernels write the tokens, and read the heads
     ({}, True, True),
+    ({"context": 1}, True, True),
     ({"conditioning": "none"}, False, True),
     ({"tokenization": "separate"}, False, True),
     ({"tokenization": "no_goal", "action_head": "mixture"}, True, False),
