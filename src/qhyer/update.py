@@ -139,10 +139,13 @@ class Update:
             "optimizers", [partial(self._norm, i, ours, stacked) for i, ours in enumerate(fused)], self.device
         )
         norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm(dim=0)
+        values = {"loss": loss, **metrics, "grad_norm": norm}
+        self.names, means = list(values), torch.stack([value.detach() for value in values.values()], dim=-1)
+        means = distributed.mean(means)  # (M,), (S, M)
         steps = [partial(self._step, i, ours, None if stacked else norms[i]) for i, ours in enumerate(fused)]
         fork(  # no two optimisers share a parameter, and what is recorded is none
             "records",
-            lambda: self._record(drawn, {"loss": loss, **metrics, "grad_norm": norm}),
+            partial(self._record, drawn, means),
             lambda: forked("optimizers", steps, self.device),
             self.device,
         )
@@ -162,12 +165,11 @@ class Update:
         else:
             self.stage.optimizers[optimizer].step()
 
-    def _record(self, drawn: Batch, metrics: Metrics) -> None:
-        values = distributed.mean(torch.stack([value.detach() for value in metrics.values()], dim=-1))  # (M,), (S, M)
-        self._watch(drawn, (values[..., 0] + values[..., -1]).abs() < torch.inf)  # nor is nan less
+    def _record(self, drawn: Batch, means: Tensor) -> None:
+        self._watch(drawn, (means[..., 0] + means[..., -1]).abs() < torch.inf)  # nor is nan less
         if self.sums is None:
-            self.names, self.sums = list(metrics), torch.zeros_like(values, dtype=torch.float64)
-        self.sums += values
+            self.sums = torch.zeros_like(means, dtype=torch.float64)
+        self.sums += means
 
     def __call__(self, step: int) -> None:
         self.set_rates(step)

@@ -16,6 +16,7 @@ EVERY = {"tokens", "heads", "actor", "scale", "density"}
 CASES = [  # changes of the configuration; what kernels do then of these
     ({}, EVERY),
     ({"weight_bc": 0.5, "weight_q": 3.0, "weight_critic": 0.1}, EVERY),
+    ({"context": 1}, EVERY),
     ({"conditioning": "none"}, {"heads"}),
     ({"conditioning": "rtg"}, {"tokens", "heads", "actor"}),
     ({"tokenization": "separate", "regression": "quantile"}, {"heads", "scale", "density"}),

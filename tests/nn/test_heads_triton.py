@@ -15,6 +15,8 @@ from qhyer.nn.heads_triton import fits, read_heads
 device = "cuda" if torch.cuda.is_available() else "cpu"
 CUT = 2**-7 if device == "cpu" else 2**-8  # of bfloat16: the interpreter cuts off where a GPU rounds
 PLACES = [(3, 0, 1), (4, 1, 2), (2, 0, 0)]  # per step, where the state is, where the action is read
+PRUNED = [(per_step - 1, *where) for per_step, *where in PLACES]  # the outputs at actions left out
+LAYOUTS = [(places, whole) for whole in (True, False) for places in PLACES] + [(places, True) for places in PRUNED]
 SIZES = [(1, 1, 16, 1), (3, 4, 48, 5), (7, 3, 260, 2), (1, 2, 20, 32)]  # windows, steps, width, numbers
 
 
@@ -57,8 +59,7 @@ def check(h: Tensor, action: nn.Linear, q: nn.Linear | None, places, tolerance: 
         assert close(a, b, tolerance)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("places, whole", LAYOUTS)
 @pytest.mark.parametrize("batch, steps, width, outputs", SIZES)
 def test_heads_equal_plain_torch(batch, steps, width, outputs, places, whole, monkeypatch):
     monkeypatch.setattr(heads_triton, "PROGRAMS", 2)  # programs of several steps, the last not full

@@ -7,7 +7,7 @@ import typing
 import pytest
 import torch
 
-from qhyer.nn.hybrid import Backbone, HybridBlock, HybridDecoder
+from qhyer.nn.hybrid import Backbone, HybridBlock, HybridDecoder, first_of_steps
 
 BACKBONES = typing.get_args(Backbone)
 
@@ -53,6 +53,20 @@ def test_cache_equals_one_pass(backbone, parts):
         outputs.append(out)
         start += size
     torch.testing.assert_close(torch.cat(outputs, 1), full, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length, read", [(8, (3, 2)), (9, (3, 2)), (2, (3, 2)), (1, (2, 1)), (7, (4, 3)), (9, (4, 1))])
+def test_outputs_that_are_read_are_the_first_of_every_step(length, read):
+    net, x = decoder(), torch.randn(2, length, 12)
+    per_step, first = read
+    wanted = [i for i in range(length) if i % per_step < first]
+    assert torch.equal(net(x, read=read)[0], net(x)[0][:, wanted])
+
+
+def test_a_step_that_lacks_what_is_read():
+    for length, read in ((7, (3, 2)), (9, (4, 3)), (4, (2, 3)), (4, (2, 0))):
+        with pytest.raises(ValueError, match="cannot be read"):
+            first_of_steps(torch.zeros(1, length, 4), *read)
 
 
 @pytest.mark.parametrize("bias, backbone", [(1e4, "attention"), (-1e4, "mamba")])

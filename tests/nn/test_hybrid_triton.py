@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from qhyer.nn import hybrid_triton
 from qhyer.nn.attention_triton import short_attention
-from qhyer.nn.hybrid import HybridDecoder
+from qhyer.nn.hybrid import HybridDecoder, first_of_steps
 from qhyer.nn.mamba_triton import conv_silu, gated_scan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,10 +24,12 @@ def make(backbone: str, dropout: float = 0.0) -> HybridDecoder:
     return decoder.to(DEVICE)
 
 
-def outcome(decoder: HybridDecoder, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def outcome(
+    decoder: HybridDecoder, x: torch.Tensor, read: tuple[int, int] | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     decoder.zero_grad()
     x = x.clone().requires_grad_()
-    h, _ = decoder(x)
+    h, _ = decoder(x, read=read)
     weights = torch.randn(h.shape, generator=torch.Generator().manual_seed(1)).to(h)
     (weights * h).sum().backward()
     return h.detach(), {"x": x.grad, **{name: p.grad for name, p in decoder.named_parameters()}}
@@ -45,6 +47,29 @@ def test_fused_pass_is_the_plain_one(backbone, length, monkeypatch):
     assert grads.keys() == grads_ref.keys()
     for name, grad in grads.items():
         torch.testing.assert_close(grad, grads_ref[name], rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("backbone", ["hybrid", "attention", "mamba"])
+@pytest.mark.parametrize(("length", "read"), [(2, (3, 2)), (8, (3, 2)), (6, (3, 2)), (5, (2, 1)), (7, (4, 3))])
+def test_fused_pass_where_only_some_outputs_are_read(backbone, length, read, monkeypatch):
+    decoder, x = make(backbone), torch.randn(2, length, 32, device=DEVICE)
+    monkeypatch.setenv("QHYER_TRITON", "0")
+    h_ref, grads_ref = outcome(decoder, x, read)
+    monkeypatch.setenv("QHYER_TRITON", "interpret")
+    h, grads = outcome(decoder, x, read)
+    torch.testing.assert_close(h, h_ref, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(h, first_of_steps(decoder(x)[0], *read), rtol=1e-5, atol=1e-5)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, grads_ref[name], rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_nothing_is_computed_where_nobody_reads(monkeypatch):
+    """The last block's MLP, and it alone, has the rows that are read."""
+    monkeypatch.setenv("QHYER_TRITON", "interpret")
+    rows, gelu = [], hybrid_triton.bias_gelu
+    monkeypatch.setattr(hybrid_triton, "bias_gelu", lambda u, bias: rows.append(len(u)) or gelu(u, bias))
+    make("hybrid")(torch.randn(2, 8, 32, device=DEVICE), read=(3, 2))
+    assert rows == [2 * 8, 2 * 6]
 
 
 def test_windows_that_do_not_fit_take_the_plain_way(monkeypatch):
@@ -177,12 +202,13 @@ def test_operator_contract(backbone):
 
 
 @pytest.mark.slow
-def test_the_compiler_can_follow(monkeypatch):
+@pytest.mark.parametrize("read", [None, (2, 1)])
+def test_the_compiler_can_follow(read, monkeypatch):
     monkeypatch.setenv("QHYER_TRITON", "interpret")
     decoder, x = make("hybrid", dropout=0.1).train(), torch.randn(2, 7, 32, device=DEVICE)
 
     def loss(x):
-        return decoder(x)[0].square().sum()
+        return decoder(x, read=read)[0].square().sum()
 
     found = []
     for function in (loss, torch.compile(loss, fullgraph=True, dynamic=False, backend="aot_eager")):

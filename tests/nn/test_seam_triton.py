@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,6 +80,66 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
     ours, theirs = ours.double(), theirs.double()
     return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp_min(1.0))
+
+
+@contextmanager
+def soiled():
+    """What is allocated and not written is not a number."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def rows_read(rows: int, read: tuple[int, int, int]) -> list[int]:
+    length, per_step, first = read
+    return [row for row in range(rows) if row % length % per_step < first]
+
+
+def check_read(inputs, read: tuple[int, int, int], drop: float = 0.0, tolerance: float = 1e-5) -> None:
+    """The seam of some rows, against plain torch of all rows, of whose results these are taken."""
+    seed = torch.tensor([77], device=device)
+    settings = dict(drop=drop, seed=seed, eps=1e-5, out_dtype=torch.float32)
+    taken = rows_read(len(inputs["x"]), read)
+    ones = dict.fromkeys(inputs) | {name: inputs[name] for name in ("norm_weight", "norm_bias")}
+    ones |= {"x": torch.zeros_like(inputs["x"]), "y": torch.ones_like(inputs["x"])}
+    keep = seam(**ones, **settings)[0].detach()  # what r is multiplied by
+    assert bool((keep == 0).any()) == (drop > 0)
+    with soiled():
+        ours = seam(**inputs, **settings, read=read)
+        found = gradients(ours, inputs)
+    full = seam(**inputs, **settings)
+    theirs = [None if t is None else t[taken] for t in seam_ref(**inputs, eps=1e-5, out_dtype=torch.float32, keep=keep)]
+    for a, whole, b in zip(ours, full, theirs):
+        assert (a is None) == (b is None)
+        assert a is None or (torch.equal(a, whole[taken]) and close(a, b, tolerance))
+    for name, expected in gradients(theirs, inputs).items():
+        assert close(found[name], expected, tolerance), name
+        if name in ("x", "y", "y2", "alpha"):
+            others = [row for row in range(len(expected)) if row not in taken]
+            assert not found[name][others].any(), name
+
+
+# Windows, and (L, P, R): one step and more, with the last action and without; more than one row left out in a step.
+READS = [
+    (3, (2, 3, 2)), (2, (3, 3, 2)), (3, (11, 3, 2)), (2, (9, 3, 2)), (1, (1, 2, 1)), (3, (7, 2, 1)), (2, (8, 2, 1)),
+    (2, (11, 4, 3)), (2, (9, 4, 1)), (2, (11, 4, 1)), (2, (12, 4, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("windows, read", READS)
+def test_seam_of_the_rows_that_are_read(windows, read, monkeypatch):
+    monkeypatch.setattr(seam_module, "WARPS", 3)
+    for pieces in ("y", "y bias mix"):
+        check_read(arguments(windows * read[0], 48, pieces), read)
+
+
+@pytest.mark.parametrize("pieces", ["y bias", "y mix", "y bias mix gate"])
+@pytest.mark.parametrize("width", [16, 100, 260])
+def test_dropout_of_the_rows_that_are_read(width, pieces, monkeypatch):
+    monkeypatch.setattr(seam_module, "WARPS", 3)
+    check_read(arguments(33, width, pieces), (11, 3, 2), drop=0.3)
 
 
 def check(inputs, used: str = "x h alpha", tolerance: float = 1e-5, out_dtype: torch.dtype = torch.float32) -> None:
@@ -174,6 +236,12 @@ def test_bad_arguments():
         seam(**inputs, drop=0.1, seed=None, eps=1e-5, out_dtype=torch.float32)
     with pytest.raises(ValueError, match="go with y"):
         seam(**{**inputs, "y": None, "y2": inputs["y"]}, drop=0.0, seed=None, eps=1e-5, out_dtype=torch.float32)
+    inputs = arguments(8, 16, "y")
+    for read in ((3, 3, 2), (4, 3, 2), (8, 3, 3), (8, 3, 0)):
+        with pytest.raises(ValueError, match="read"):
+            seam(**inputs, drop=0.0, seed=None, eps=1e-5, out_dtype=torch.float32, read=read)
+    with pytest.raises(ValueError, match="read"):
+        seam(**{**inputs, "y": None}, drop=0.0, seed=None, eps=1e-5, out_dtype=torch.float32, read=(8, 3, 2))
 
 
 @pytest.mark.parametrize("rows, width", [*SIZES, (33, 300)])
@@ -236,11 +304,12 @@ def test_operators_are_well_formed():
     x = arguments(3, 16, "y bias mix gate")
     seed = torch.tensor([3], device=device)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    values = (*x.values(), 0.1, seed, 1e-5, torch.float32)
-    torch.library.opcheck(seam_module.seam_forward, values, test_utils=checks)
+    for read in ((), (3, 2, 1)):
+        values = (*x.values(), 0.1, seed, 1e-5, torch.float32, read)
+        torch.library.opcheck(seam_module.seam_forward, values, test_utils=checks)
     plain = arguments(3, 16, "")
     torch.library.opcheck(
-        seam_module.seam_forward, (*plain.values(), 0.0, None, 1e-5, torch.float32), test_utils=checks
+        seam_module.seam_forward, (*plain.values(), 0.0, None, 1e-5, torch.float32, ()), test_utils=checks
     )
     torch.library.opcheck(bias_gelu, (x["y"], x["y_bias"]), test_utils=checks)
     torch.library.opcheck(column_sum, (x["x"].detach(),), test_utils=checks)

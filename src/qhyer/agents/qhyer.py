@@ -376,15 +376,16 @@ class QHyer(Agent):
     # --------------------------------------------------------------------------------------------- the actor
 
     def _read(self, h: Tensor) -> tuple[Tensor | None, Tensor]:
-        """From outputs (B, L, d): Q-hat at the state tokens (B, K) and the action head's numbers where it is read.
+        """From outputs at all tokens but the actions: Q-hat at the states (B, K), and the action head's numbers.
 
-        Both heads at all tokens are one product; each alone, at its third of them, would be two and four copies.
+        Both heads at all of them are one product; each alone, at its half of them, would be two and four copies.
         Kernels can read a head at its own tokens (`heads_triton.py`).
         """
+        _, step = self.tokens.read
         if kernels(h) is not None:
             from qhyer.nn import heads_triton
 
-            places = self.tokens.per_step, self.tokens.state_at, self.tokens.action_from
+            places = step, self.tokens.state_at, self.tokens.action_from
             if heads_triton.fits(h, self.action_head, *places):
                 return heads_triton.read_heads(h, self.action_head, self.q_head, *places)
         heads = [head for head in (self.action_head, self.q_head) if head is not None]
@@ -392,7 +393,7 @@ class QHyer(Agent):
         bias = torch.cat([head.bias for head in heads])
         spare = -len(weight) % 8  # matrix units like multiples of eight
         out = F.linear(h, F.pad(weight, (0, 0, 0, spare)), F.pad(bias, (0, spare))).float()
-        step, actions = self.tokens.per_step, self.action_head.out_features
+        actions = self.action_head.out_features
         q_hat = None if self.q_head is None else out[:, self.tokens.state_at :: step, actions]
         return q_hat, out[:, self.tokens.action_from :: step, :actions]
 
@@ -419,7 +420,7 @@ class QHyer(Agent):
         goals = self.actor_goals(batch["goals"], batch["observations"])  # (B, K, d_g)
         q = self.q_values(batch) if self.q_head is not None else None  # (B, K)
         x = self.tokens(observations, goals, q, batch["actions"], last=False)
-        h, _ = self.decoder(x, ready=ready)
+        h, _ = self.decoder(x, read=self.tokens.read, ready=ready)
         q_hat, numbers = self._read(h)  # (B, K), (B, K, d_a) with a Gaussian
         mean = self._action(numbers)
         usual = (config.action_head, config.regression) == ("gaussian", "expectile")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qhyer.nn.attention import CausalAttention, KeyValues
 from qhyer.nn.mamba import Mamba, MambaState
@@ -85,6 +86,17 @@ def _say_unfused(length: int, dtype: torch.dtype) -> None:
     )
 
 
+def first_of_steps(h: Tensor, per_step: int, first: int) -> Tensor:
+    """h (B, L, d), steps of `per_step` tokens -> the first `first` of every step (B, K * first, d), in order.
+
+    The last step may have fewer tokens than the others, but not fewer than `first`.
+    """
+    missing = -h.shape[1] % per_step
+    if not 0 < first <= per_step - missing:
+        raise ValueError(f"of {h.shape[1]} tokens, {per_step} a step, {first} a step cannot be read: some lack")
+    return F.pad(h, (0, 0, 0, missing)).unflatten(1, (-1, per_step))[:, :, :first].flatten(1, 2)
+
+
 class HybridDecoder(nn.Module):
     """A stack of blocks and a final norm. Causal: output i depends on tokens up to i only."""
 
@@ -124,21 +136,30 @@ class HybridDecoder(nn.Module):
 
         return hybrid_triton.prepare(self, dtype, like.device)
 
-    def forward(self, x: Tensor, cache: Cache | None = None, ready: Ready | None = None) -> tuple[Tensor, Cache]:
+    def forward(
+        self, x: Tensor, cache: Cache | None = None, read: tuple[int, int] | None = None, ready: Ready | None = None
+    ) -> tuple[Tensor, Cache]:
         """x (B, L, d), the tokens after those in `cache` -> outputs (B, L, d) and the cache of all of them.
 
         A window followed by single tokens through the cache gives what one pass over all tokens gives. In training,
         where nothing follows, the cache comes back empty if the fused pass did the work (`hybrid_triton.py`).
+
+        `read`, (P, R): x is a window of steps of P tokens, of which the outputs at the first R alone are read, and come
+        back: (B, K R, d), as `first_of_steps` takes them. Every token passes through all branches, since those after it
+        look at it there; but what follows the last of them, the last block's MLP and the final norm, sees one token at
+        a time, and the fused pass leaves it out where nobody reads.
         """
+        assert read is None or cache is None
         if cache is None and (dtype := self._fused(x, x.shape[1])) is not None:
             from qhyer.nn import hybrid_triton
 
-            return hybrid_triton.decode(self, x, dtype, ready), []
+            return hybrid_triton.decode(self, x, dtype, read, ready), []
         after: Cache = []
         for i, block in enumerate(self.blocks):
             x, block_cache = block(x, cache[i] if cache is not None else None)
             after.append(block_cache)
-        return self.norm(x), after
+        h = self.norm(x)
+        return h if read is None else first_of_steps(h, *read), after
 
     @torch.no_grad()
     def readout(self, x: Tensor) -> list[dict[str, Tensor]]:

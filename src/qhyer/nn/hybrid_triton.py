@@ -320,8 +320,15 @@ def prepare(decoder: HybridDecoder, dtype: torch.dtype, device: torch.device) ->
     return begin("weights", lambda: _Weights(blocks, decoder, dtype), device)
 
 
-def decode(decoder: HybridDecoder, x: Tensor, dtype: torch.dtype, ready: Ready | None = None) -> Tensor:
-    """x (B, L, d) -> the decoder's outputs (B, L, d), in `dtype`."""
+def decode(
+    decoder: HybridDecoder,
+    x: Tensor,
+    dtype: torch.dtype,
+    read: tuple[int, int] | None = None,
+    ready: Ready | None = None,
+) -> Tensor:
+    """x (B, L, d) -> the decoder's outputs (B, L, d), in `dtype`; with `read` those alone that are read, and after the
+    last block's branches nothing else is computed."""
     batch, length, dim = x.shape
     blocks: list[HybridBlock] = list(decoder.blocks)  # type: ignore[arg-type]
     weights = _Weights(blocks, decoder, dtype) if ready is None else ready()
@@ -330,11 +337,11 @@ def decode(decoder: HybridDecoder, x: Tensor, dtype: torch.dtype, ready: Ready |
 
     def join(
         x: Tensor, y: Tensor | None, bias: Tensor | None, other: Tensor | None, alpha: Tensor | None,
-        norm: nn.LayerNorm, gate: nn.Linear | None, seed: Tensor,
+        norm: nn.LayerNorm, gate: nn.Linear | None, seed: Tensor, read: tuple[int, int, int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         return seam(
             x, y, bias, other, alpha, norm.weight, norm.bias, None if gate is None else gate.weight,
-            None if gate is None else gate.bias, drop, seed, norm.eps, dtype,
+            None if gate is None else gate.bias, drop, seed, norm.eps, dtype, read,
         )  # fmt: skip
 
     x = x.reshape(-1, dim).float()
@@ -343,9 +350,10 @@ def decode(decoder: HybridDecoder, x: Tensor, dtype: torch.dtype, ready: Ready |
         first, second = _branches(block, h, weights, i, batch, seeds[i, 0], drop)
         norm, up, _, down, _ = (cast(Any, layer) for layer in block.mlp)
         bias = None if block.attention is None else block.attention.out.bias
-        x, h, _ = join(x, first, bias, second, alpha, norm, None, seeds[i, 1])
-        h = _GeluProduct.apply(weights.product(h, up), up.bias, down.weight, weights.of(down))
         last = i + 1 == len(blocks)
+        kept = (length, *read) if last and read is not None else None
+        x, h, _ = join(x, first, bias, second, alpha, norm, None, seeds[i, 1], kept)
+        h = _GeluProduct.apply(weights.product(h, up), up.bias, down.weight, weights.of(down))
         norm, gate = (decoder.norm, None) if last else (blocks[i + 1].norm, blocks[i + 1].gate)
         x, h, alpha = join(x, h, down.bias, None, None, norm, gate, seeds[i, 2])
-    return h.view(batch, length, dim)
+    return h.view(batch, len(h) // batch, dim)

@@ -19,11 +19,18 @@ one row of partial sums, and torch adds those in a fixed order: no atomics, so t
 Dropout's mask is a function of a seed and the place in the matrix (Philox, seven rounds, a call for four columns);
 backward computes it again. The seed is a tensor on the device, so that a CUDA graph draws a new one at every replay.
 
+Rows that nobody reads after a seam need not leave it (`read`): a decoder's heads are read at a step's tokens but for
+its action, so the last block's seam takes these rows from where they lie and writes them close together. All that comes
+after, that block's MLP and the last norm, forward and backward, has fewer rows and need not know. Backward is given
+gradients that lie close together, and writes them in full, zeros at the rows left out: the branches before saw all.
+
 Everything is float32 inside, whatever the tensors are. Importing qhyer does not import this module.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,6 +61,13 @@ def _keep(seed, row, threshold, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # typ
     return bits.to(tl.int32, bitcast=True) >= threshold
 
 
+@triton.jit
+def _source(row, L: tl.constexpr, P: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the rows lie that are read, `row` by row: the first R of every P in windows of L."""
+    taken: tl.constexpr = (L + P - 1) // P * R  # of a window
+    return row // taken * L + row % taken // R * P + row % R
+
+
 # A seed may be any element of a tensor of seeds: one kernel for all, however it is aligned.
 @triton.jit(do_not_specialize=["M", "threshold"], do_not_specialize_on_alignment=["seed_ptr"])
 def _seam_forward_kernel(  # type: ignore[no-untyped-def]
@@ -62,6 +76,7 @@ def _seam_forward_kernel(  # type: ignore[no-untyped-def]
     M, threshold, scale, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ADD: tl.constexpr, BIAS: tl.constexpr, MIX: tl.constexpr, GATE: tl.constexpr, DROP: tl.constexpr,
+    L: tl.constexpr, P: tl.constexpr, R: tl.constexpr,  # what is read of x, y, y2 and alpha; L = 0: every row
 ):  # fmt: skip
     start = tl.program_id(0) * ROWS
     r = tl.arange(0, ROWS)
@@ -71,17 +86,21 @@ def _seam_forward_kernel(  # type: ignore[no-untyped-def]
     cell = (row < M)[:, None] & column[None, :]
     at = r[:, None] * D + e[None, :]
     base = start.to(tl.int64) * D
-    x = tl.load(x_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
+    source, source_base, source_at = row, base, at
+    if L > 0:
+        source, first = _source(row, L, P, R), _source(start, L, P, R)
+        source_base, source_at = first.to(tl.int64) * D, (source - first)[:, None] * D + e[None, :]
+    x = tl.load(x_ptr + source_base + source_at, mask=cell, other=0.0).to(tl.float32)
     if ADD:
-        y = tl.load(y_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + source_base + source_at, mask=cell, other=0.0).to(tl.float32)
         if BIAS:
             y += tl.load(y_bias_ptr + e, mask=column, other=0.0).to(tl.float32)[None, :]
         if MIX:
-            alpha = tl.load(alpha_ptr + row, mask=row < M, other=0.0).to(tl.float32)[:, None]
-            y2 = tl.load(y2_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
+            alpha = tl.load(alpha_ptr + source, mask=row < M, other=0.0).to(tl.float32)[:, None]
+            y2 = tl.load(y2_ptr + source_base + source_at, mask=cell, other=0.0).to(tl.float32)
             y = alpha * y + (1.0 - alpha) * y2
         if DROP:
-            y = tl.where(_keep(tl.load(seed_ptr), row, threshold, ROWS, BLOCK), y * scale, 0.0)
+            y = tl.where(_keep(tl.load(seed_ptr), source, threshold, ROWS, BLOCK), y * scale, 0.0)
         x = (x + y).to(x_out_ptr.dtype.element_ty)
         tl.store(x_out_ptr + base + at, x, mask=cell)
         x = x.to(tl.float32)  # backward knows x as it was written, so the norm is of that
@@ -109,7 +128,7 @@ def _seam_backward_kernel(  # type: ignore[no-untyped-def]
     M, steps, threshold, scale,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PARTIAL: tl.constexpr, H: tl.constexpr,
     ADD: tl.constexpr, BIAS: tl.constexpr, MIX: tl.constexpr, GATE: tl.constexpr, DROP: tl.constexpr,
-    DX: tl.constexpr, DH: tl.constexpr,
+    DX: tl.constexpr, DH: tl.constexpr, L: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, ROWS)
     e = _columns(BLOCK)
@@ -134,6 +153,10 @@ def _seam_backward_kernel(  # type: ignore[no-untyped-def]
         row = start + r
         cell = (row < M)[:, None] & column[None, :]
         base = start.to(tl.int64) * D
+        source, source_base, source_at = row, base, at
+        if L > 0:
+            source, first_source = _source(row, L, P, R), _source(start, L, P, R)
+            source_base, source_at = first_source.to(tl.int64) * D, (source - first_source)[:, None] * D + e[None, :]
         # What lies outside is loaded as zero and adds zero to every sum, so that only stores need a mask.
         x = tl.load(x_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
         if DH:
@@ -157,23 +180,34 @@ def _seam_backward_kernel(  # type: ignore[no-untyped-def]
         dx = inverse * (dx - first[:, None] - x * second[:, None])
         if DX:
             dx += tl.load(dx_out_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + base + at, dx, mask=cell)
+        tl.store(dx_ptr + source_base + source_at, dx, mask=cell)
         if ADD:
             if DROP:
-                dx = tl.where(_keep(seed, row, threshold, ROWS, BLOCK), dx * scale, 0.0)
+                dx = tl.where(_keep(seed, source, threshold, ROWS, BLOCK), dx * scale, 0.0)
             dy = dx
             if MIX:
-                alpha = tl.load(alpha_ptr + row, mask=row < M, other=0.0).to(tl.float32)[:, None]
-                y2 = tl.load(y2_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
-                y = tl.load(y_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
+                alpha = tl.load(alpha_ptr + source, mask=row < M, other=0.0).to(tl.float32)[:, None]
+                y2 = tl.load(y2_ptr + source_base + source_at, mask=cell, other=0.0).to(tl.float32)
+                y = tl.load(y_ptr + source_base + source_at, mask=cell, other=0.0).to(tl.float32)
                 if BIAS:
                     y += y_bias
-                tl.store(dalpha_ptr + row, tl.sum(dx * (y - y2), 1), mask=row < M)
+                tl.store(dalpha_ptr + source, tl.sum(dx * (y - y2), 1), mask=row < M)
                 dy = alpha * dx
-                tl.store(dy2_ptr + base + at, dx - dy, mask=cell)
-            tl.store(dy_ptr + base + at, dy, mask=cell)
+                tl.store(dy2_ptr + source_base + source_at, dx - dy, mask=cell)
+            tl.store(dy_ptr + source_base + source_at, dy, mask=cell)
             if BIAS:
                 dy_bias += dy
+        if L > 0:  # whoever has the last row that is read of a step writes the zeros of those after it
+            place = source % L
+            zero = tl.zeros([ROWS, BLOCK], tl.float32)
+            for p in tl.static_range(1, P - R + 1):
+                empty = (row < M) & (place % P == R - 1) & (place + p < L)
+                there = empty[:, None] & column[None, :]
+                tl.store(dx_ptr + source_base + source_at + p * D, zero, mask=there)
+                tl.store(dy_ptr + source_base + source_at + p * D, zero, mask=there)
+                if MIX:
+                    tl.store(dy2_ptr + source_base + source_at + p * D, zero, mask=there)
+                    tl.store(dalpha_ptr + source + p, tl.zeros([ROWS], tl.float32), mask=empty)
     partial_ptr += tl.program_id(0).to(tl.int64) * PARTIAL
     tl.store(partial_ptr + e, tl.sum(dweight, 0), mask=column)
     tl.store(partial_ptr + D + e, tl.sum(dbias, 0), mask=column)
@@ -269,6 +303,26 @@ def _tile(width: int, each: int) -> dict[str, int]:
     return dict(D=width, BLOCK=block, ROWS=max(1, each * 32 * warps // block), num_warps=warps)
 
 
+def _reading(read: Sequence[int]) -> dict[str, int]:
+    return dict(zip("LPR", read or (0, 1, 1), strict=True))
+
+
+def _taken(read: Sequence[int]) -> int:
+    """How many rows of a window are read."""
+    length, per_step, first = read
+    return -(-length // per_step) * first
+
+
+def _left(x: Tensor, read: Sequence[int]) -> tuple[int, ...]:
+    """The shape in which x leaves."""
+    return (len(x) // read[0] * _taken(read), x.shape[1]) if read else tuple(x.shape)
+
+
+def _entered(x: Tensor, read: Sequence[int]) -> tuple[int, ...]:
+    """The shape in which x, as it left, had entered."""
+    return (len(x) // _taken(read) * read[0], x.shape[1]) if read else tuple(x.shape)
+
+
 def _dropping(drop: float) -> tuple[int, float]:
     """-> threshold of random bits, signed, and the scale of what is kept."""
     return min(round(drop * 2**32) - 2**31, 2**31 - 1), 1.0 / (1.0 - drop)
@@ -278,6 +332,7 @@ def seam(
     x: Tensor, y: Tensor | None, y_bias: Tensor | None, y2: Tensor | None, alpha: Tensor | None,
     norm_weight: Tensor, norm_bias: Tensor, gate_weight: Tensor | None, gate_bias: Tensor | None,
     drop: float, seed: Tensor | None, eps: float, out_dtype: torch.dtype,
+    read: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """-> x + dropout(r) in x's dtype, its norm h in `out_dtype`, and the gate's alpha, float32, as above.
 
@@ -285,6 +340,10 @@ def seam(
     back as it is. Without `gate_weight` (d or 1 x d) there is no alpha; with it, alpha is that of h as rounded to
     `out_dtype`, the gate's weight and the sum being float32. `seed`: one int64 on x's device, needed if `drop` > 0;
     whoever draws it must leave it as it is until backward.
+
+    `read`, (L, P, R): x (B L, d) has windows of L rows, and only the first R of every P rows of a window leave, in
+    order: x, h and alpha are what they are without, at these rows, with ceil(L / P) R rows a window. The last P rows of
+    a window may be fewer, but not fewer than R.
     """
     if y is None and (y_bias is not None or y2 is not None):
         raise ValueError("y_bias and y2 go with y")
@@ -294,8 +353,14 @@ def seam(
         drop = 0.0
     if not 0.0 <= drop < 1.0 or (drop > 0.0 and seed is None):
         raise ValueError(f"drop is in [0, 1), and if not 0 needs a seed, not {drop} and {seed}")
+    if read is not None:
+        length, per_step, first = read
+        if y is None or x.dim() != 2 or len(x) % length:
+            raise ValueError(f"read goes with y and rows of whole windows of {length}, not {tuple(x.shape)}")
+        if not 0 < first <= (length - 1) % per_step + 1:
+            raise ValueError(f"of windows of {length} rows, {first} of every {per_step} cannot be read: some lack")
     x_out, h, alpha_out, _stats = seam_forward(
-        x, y, y_bias, y2, alpha, norm_weight, norm_bias, gate_weight, gate_bias, drop, seed, eps, out_dtype
+        x, y, y_bias, y2, alpha, norm_weight, norm_bias, gate_weight, gate_bias, drop, seed, eps, out_dtype, read or ()
     )
     return x if y is None else x_out, h, None if gate_weight is None else alpha_out
 
@@ -304,15 +369,17 @@ def seam(
 def seam_forward(
     x: Tensor, y: Tensor | None, y_bias: Tensor | None, y2: Tensor | None, alpha: Tensor | None,
     norm_weight: Tensor, norm_bias: Tensor, gate_weight: Tensor | None, gate_bias: Tensor | None,
-    drop: float, seed: Tensor | None, eps: float, out_dtype: torch.dtype,
+    drop: float, seed: Tensor | None, eps: float, out_dtype: torch.dtype, read: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> x_out (empty without y), h, alpha_out (empty without a gate), mean and inverse deviation (2, M)."""
+    """-> x_out (empty without y), h, alpha_out (empty without a gate), mean and inverse deviation (2, M), M being the
+    rows that are read. `read`: empty for all."""
     x = x.contiguous()
+    shape = _left(x, read)
     width = x.shape[-1]
-    rows = x.numel() // width
-    x_out = torch.empty_like(x) if y is not None else x.new_empty(0)
-    h = torch.empty_like(x, dtype=out_dtype)
-    alpha_out = x.new_empty(x.shape[:-1] if gate_weight is not None else 0, dtype=torch.float32)
+    rows = math.prod(shape[:-1])
+    x_out = x.new_empty(shape if y is not None else 0)
+    h = x.new_empty(shape, dtype=out_dtype)
+    alpha_out = x.new_empty(shape[:-1] if gate_weight is not None else 0, dtype=torch.float32)
     stats = x.new_empty(2, rows, dtype=torch.float32)
     tile = _tile(width, 32)
     _seam_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
@@ -322,6 +389,7 @@ def seam_forward(
         x if gate_bias is None else gate_bias, x if seed is None else seed,
         x_out, h, alpha_out, stats, rows, *_dropping(drop), eps, **tile,
         ADD=y is not None, BIAS=y_bias is not None, MIX=y2 is not None, GATE=gate_weight is not None, DROP=drop > 0.0,
+        **_reading(read),
     )  # fmt: skip
     return x_out, h, alpha_out, stats
 
@@ -329,13 +397,14 @@ def seam_forward(
 @seam_forward.register_fake
 def _(x: Tensor, y: Tensor | None, y_bias: Tensor | None, y2: Tensor | None, alpha: Tensor | None,
       norm_weight: Tensor, norm_bias: Tensor, gate_weight: Tensor | None, gate_bias: Tensor | None,
-      drop: float, seed: Tensor | None, eps: float, out_dtype: torch.dtype,
+      drop: float, seed: Tensor | None, eps: float, out_dtype: torch.dtype, read: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    shape = _left(x, read)
     return (
-        x.new_empty(x.shape if y is not None else 0),
-        x.new_empty(x.shape, dtype=out_dtype),
-        x.new_empty(x.shape[:-1] if gate_weight is not None else 0, dtype=torch.float32),
-        x.new_empty(2, x.numel() // x.shape[-1], dtype=torch.float32),
+        x.new_empty(shape if y is not None else 0),
+        x.new_empty(shape, dtype=out_dtype),
+        x.new_empty(shape[:-1] if gate_weight is not None else 0, dtype=torch.float32),
+        x.new_empty(2, math.prod(shape[:-1]), dtype=torch.float32),
     )
 
 
@@ -344,19 +413,21 @@ def seam_backward(
     x: Tensor, stats: Tensor, y: Tensor | None, y_bias: Tensor | None, y2: Tensor | None, alpha: Tensor | None,
     norm_weight: Tensor, norm_bias: Tensor, gate_weight: Tensor | None, alpha_out: Tensor, seed: Tensor | None,
     dx_out: Tensor | None, dh: Tensor | None, dalpha_out: Tensor | None,
-    drop: float, h_dtype: torch.dtype, y_dtype: torch.dtype | None, biased: bool,
+    drop: float, h_dtype: torch.dtype, y_dtype: torch.dtype | None, biased: bool, read: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """-> dx, dy, dy2, dalpha (M,), and the gradients of the parameters in a row: those of the norm's weight and bias,
     of the gate's weight, of y_bias, of the gate's bias, as far as there are such. `x` is the one that left, y and
-    y_bias are needed for dalpha alone."""
+    y_bias are needed for dalpha alone. What went in (y, y2, alpha) and its gradients have every row, the rest those
+    that are read."""
     width = x.shape[-1]
     rows = x.numel() // width
     x = x.contiguous()
     gate = gate_weight is not None and dalpha_out is not None
-    dx = torch.empty_like(x)
-    dy = x.new_empty(0) if y_dtype is None else torch.empty_like(x, dtype=y_dtype)
-    dy2 = x.new_empty(0) if y2 is None else torch.empty_like(x, dtype=y2.dtype)
-    dalpha = x.new_empty(0 if y2 is None else rows, dtype=torch.float32)
+    shape = _entered(x, read)
+    dx = x.new_empty(shape)
+    dy = x.new_empty(0) if y_dtype is None else x.new_empty(shape, dtype=y_dtype)
+    dy2 = x.new_empty(0) if y2 is None else x.new_empty(shape, dtype=y2.dtype)
+    dalpha = x.new_empty(0 if y2 is None else math.prod(shape[:-1]), dtype=torch.float32)
     tile = _tile(width, 16)
     programs, steps = share(triton.cdiv(rows, tile["ROWS"]), WARPS // tile["num_warps"])
     size = (2 + gate + biased) * width + 16 * gate
@@ -369,7 +440,7 @@ def seam_backward(
         x if dalpha_out is None else dalpha_out.contiguous(),
         dx, dy, dy2, dalpha, partial, rows, steps, *_dropping(drop), **tile, PARTIAL=size, H=TYPES[h_dtype],
         ADD=y_dtype is not None, BIAS=biased, MIX=y2 is not None, GATE=gate, DROP=drop > 0.0,
-        DX=dx_out is not None, DH=dh is not None,
+        DX=dx_out is not None, DH=dh is not None, **_reading(read),
     )  # fmt: skip
     return dx, dy, dy2, dalpha, aside(lambda: _total(partial), [partial])
 
@@ -378,21 +449,22 @@ def seam_backward(
 def _(x: Tensor, stats: Tensor, y: Tensor | None, y_bias: Tensor | None, y2: Tensor | None, alpha: Tensor | None,
       norm_weight: Tensor, norm_bias: Tensor, gate_weight: Tensor | None, alpha_out: Tensor, seed: Tensor | None,
       dx_out: Tensor | None, dh: Tensor | None, dalpha_out: Tensor | None,
-      drop: float, h_dtype: torch.dtype, y_dtype: torch.dtype | None, biased: bool,
+      drop: float, h_dtype: torch.dtype, y_dtype: torch.dtype | None, biased: bool, read: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    width = x.shape[-1]
+    width, shape = x.shape[-1], _entered(x, read)
     gate = gate_weight is not None and dalpha_out is not None
     return (
-        x.new_empty(x.shape),
-        x.new_empty(0) if y_dtype is None else x.new_empty(x.shape, dtype=y_dtype),
-        x.new_empty(0) if y2 is None else x.new_empty(x.shape, dtype=y2.dtype),
-        x.new_empty(0 if y2 is None else x.numel() // width, dtype=torch.float32),
+        x.new_empty(shape),
+        x.new_empty(0) if y_dtype is None else x.new_empty(shape, dtype=y_dtype),
+        x.new_empty(0) if y2 is None else x.new_empty(shape, dtype=y2.dtype),
+        x.new_empty(0 if y2 is None else math.prod(shape[:-1]), dtype=torch.float32),
         x.new_empty((2 + gate + biased) * width + 16 * gate, dtype=torch.float32),
     )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, y, y_bias, y2, alpha, norm_weight, norm_bias, gate_weight, gate_bias, ctx.drop, seed, _eps, ctx.h_dtype = inputs
+    x, y, y_bias, y2, alpha, norm_weight, norm_bias, gate_weight, gate_bias, *rest = inputs
+    ctx.drop, seed, _eps, ctx.h_dtype, ctx.read = rest
     x_out, _h, alpha_out, stats = output
     mix = y2 is not None
     ctx.save_for_backward(
@@ -412,7 +484,7 @@ def _backward(
     width = norm_weight.shape[0]
     dx, dy, dy2, dalpha, sums = seam_backward(
         *ctx.saved_tensors, dx_out if ctx.y_dtype is not None else None, dh, dalpha_out,
-        ctx.drop, ctx.h_dtype, ctx.y_dtype, ctx.y_bias_dtype is not None,
+        ctx.drop, ctx.h_dtype, ctx.y_dtype, ctx.y_bias_dtype is not None, ctx.read,
     )  # fmt: skip
     gate = gate_weight is not None and dalpha_out is not None
     at = (2 + gate) * width
@@ -426,7 +498,7 @@ def _backward(
         sums[width : 2 * width].to(norm_bias.dtype),
         sums[2 * width : 3 * width].view(gate_weight.shape).to(gate_weight.dtype) if gate else None,
         sums[-1].reshape(ctx.gate_bias[0]).to(ctx.gate_bias[1]) if gate else None,
-        None, None, None, None,
+        None, None, None, None, None,
     )  # fmt: skip
 
 

@@ -61,6 +61,11 @@ class Tokens(nn.Module):
         """Where the action is read: at the Q token, or at the state when there is none."""
         return self.state_at + (1 if self.with_q else 0)
 
+    @property
+    def read(self) -> tuple[int, int]:
+        """Tokens of a step, and how many of them are read at most: all but the action, which comes last."""
+        return self.per_step, self.per_step - 1
+
     def state_tokens(self, observations: Tensor, goals: Tensor, first: int = 0) -> Tensor:
         """(B, T, d_s), (B, T, d_g) -> the step's leading tokens (B, T, 1 or 2, d), at positions first..."""
         position = self.position[first : first + observations.shape[1]]  # (T, d)
