@@ -29,7 +29,7 @@ from qhyer.nn.attention_triton import shared_memory
 from qhyer.nn.seam_triton import _gelu
 from qhyer.nn.total_triton import total
 
-MAX_WIDTH = 512  # of d: beyond, the products take longer than what they write, and cuBLAS is the better at them
+MAX_WIDTH = 512  # of d: beyond, multiplying takes longer than writing the result, and is better left to cuBLAS
 
 
 class Tile(NamedTuple):
@@ -50,8 +50,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-# At d = 256, F = 1024 in bfloat16 on an H200: two programs on a multiprocessor, of which one computes while the other
-# waits for memory.
+# In half precision two such programs fit on a multiprocessor of an H200: one computes while the other waits for memory.
 FORWARD = Tile(128, 128, 64, 1, 1, 0, 8, 3)
 BACKWARD = Tile(128, 128, 64, 1, 4, 0, 8, 3)
 
