@@ -1,9 +1,10 @@
 """The hybrid decoder's training pass on CUDA, with everything between its matrix products fused.
 
 Between two products stands one kernel: `seam` (bias, mixing by the gate, dropout, residual, LayerNorm, the next gate),
-attention, `bias_gelu`, and Mamba's convolution and scan. Biases are added, and their gradients summed, by the kernel
-that reads the product. The residual stream is float32, what enters a product has its dtype (bfloat16 under autocast).
-Same function as `HybridDecoder.forward`, which is the reference; tests compare values and gradients.
+attention, and Mamba's convolution and scan; GELU is part of a product (`gelu_products_triton`). Biases are added, and
+their gradients summed, by the kernel that reads the product. The residual stream is float32, what enters a product has
+its dtype (bfloat16 under autocast). Same function as `HybridDecoder.forward`, which is the reference; tests compare
+values and gradients.
 
 A block's branches are one operation, `branches`, with a backward written out. Queries, keys, values, x and z are
 columns of one product; their gradients are written into columns of one matrix, so that the gradient of h, and that of
@@ -23,7 +24,8 @@ from torch.autograd.function import once_differentiable
 from qhyer.nn import attention_triton as attending
 from qhyer.nn import mamba_triton as scanning
 from qhyer.nn.attention_triton import MAX_LENGTH, shared_bytes, shared_memory
-from qhyer.nn.products_triton import product, weight_gradient
+from qhyer.nn.gelu_products_triton import down_gelu_backward, suits, up_gelu
+from qhyer.nn.products_triton import weight_gradient
 from qhyer.nn.seam_triton import bias_gelu, bias_gelu_backward, seam
 from qhyer.streams import Begun, aside, begin, fork
 
@@ -46,24 +48,42 @@ def fits(decoder: HybridDecoder, length: int, dtype: torch.dtype) -> bool:
     return length <= MAX_LENGTH and head <= 128 and shared_bytes(length, head, dtype) <= room
 
 
-class _GeluProduct(torch.autograd.Function):
-    """GELU(u + bias) W^T, W given in float32 and again in u's dtype.
+def _weight(grad: Tensor, x: Tensor) -> Tensor:
+    """A weight's gradient, put aside."""
+    return aside(lambda: weight_gradient(grad, x), (grad, x))
 
-    Backward needs GELU(u + bias) for W's gradient. Kept, it would be the widest tensor of a block; the kernel that
-    computes u's gradient has it at hand and writes it then.
+
+class _Middle(torch.autograd.Function):
+    """GELU(h U^T + bias) W^T, an MLP but for its last bias; both weights in float32 and again in h's dtype.
+
+    Backward needs GELU(u + bias), u = h U^T, for W's gradient. Kept, it would be the widest tensor of a block; the
+    kernel that computes u's gradient has it at hand and writes it then. Where `gelu_products_triton` suits, its kernels
+    multiply, too; else the products are torch's.
     """
 
     @staticmethod
-    def forward(ctx: Any, u: Tensor, bias: Tensor, weight: Tensor, low: Tensor) -> Tensor:
-        ctx.save_for_backward(u, bias, low)
-        return bias_gelu(u, bias) @ low.t()
+    def forward(
+        ctx: Any, h: Tensor, up: Tensor, bias: Tensor, down: Tensor, up_low: Tensor, down_low: Tensor
+    ) -> Tensor:
+        ctx.fused = suits(h, up_low)
+        if ctx.fused:
+            u, y = up_gelu(h, up_low, bias)
+        else:
+            u = h @ up_low.t()
+            y = bias_gelu(u, bias)
+        ctx.save_for_backward(h, u, bias, up_low, down_low)
+        return y @ down_low.t()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        u, bias, low = ctx.saved_tensors
-        du, dbias, h = bias_gelu_backward(u, bias, grad @ low, True)
-        return du, dbias.to(bias.dtype), weight_gradient(grad, h), None
+    @once_differentiable  # the low weights are apart from those they are made of
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
+        h, u, bias, up_low, down_low = ctx.saved_tensors
+        if ctx.fused:
+            du, dbias, y = down_gelu_backward(grad, down_low, u, bias)
+        else:
+            du, dbias, y = bias_gelu_backward(u, bias, grad @ down_low, True)
+        ddown, dup = _weight(grad, y), _weight(du, h)
+        return du @ up_low, dup, dbias.to(bias.dtype), ddown, None, None
 
 
 class _Weights:
@@ -109,16 +129,8 @@ class _Weights:
     def of(self, layer: nn.Linear) -> Tensor:
         return self.low[id(layer.weight)]
 
-    def product(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        return product(x, layer.weight, low=self.of(layer))
-
 
 # ------------------------------------------------------------------------------------------------- a block's branches
-
-
-def _weight(grad: Tensor, x: Tensor) -> Tensor:
-    """A weight's gradient, put aside."""
-    return aside(lambda: weight_gradient(grad, x), (grad, x))
 
 
 def _columns(projected: Tensor, attention: list[Tensor], batch: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -353,7 +365,7 @@ def decode(
         last = i + 1 == len(blocks)
         kept = (length, *read) if last and read is not None else None
         x, h, _ = join(x, first, bias, second, alpha, norm, None, seeds[i, 1], kept)
-        h = _GeluProduct.apply(weights.product(h, up), up.bias, down.weight, weights.of(down))
+        h = _Middle.apply(h, up.weight, up.bias, down.weight, weights.of(up), weights.of(down))
         norm, gate = (decoder.norm, None) if last else (blocks[i + 1].norm, blocks[i + 1].gate)
         x, h, alpha = join(x, h, down.bias, None, None, norm, gate, seeds[i, 2])
     return h.view(batch, len(h) // batch, dim)
