@@ -168,8 +168,10 @@ class _Asides:
         self.stream = _beside(device, self.home.cuda_stream, "asides")
         self.reads: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
         self.held = 0
+        self.used = False
 
     def run(self, call: Callable[[], First], reads: Iterable[Tensor]) -> First:
+        self.used = True
         here = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
@@ -202,7 +204,8 @@ def asides(device: torch.device, allowed: bool = True) -> Iterator[None]:
         yield
     finally:
         _running = None
-        running.home.wait_stream(running.stream)
+        if running.used:  # else a capture knows nothing of that stream, and may not wait for it
+            running.home.wait_stream(running.stream)
 
 
 Put = Callable[[Callable[[], Any], Sequence[Tensor]], Any]

@@ -24,7 +24,6 @@ from torch.autograd.function import once_differentiable
 from qhyer.nn import attention_triton as attending
 from qhyer.nn import mamba_triton as scanning
 from qhyer.nn.attention_triton import MAX_LENGTH, shared_bytes, shared_memory
-from qhyer.nn.gelu_products_triton import down_gelu_backward, suits, up_gelu
 from qhyer.nn.products_triton import weight_gradient
 from qhyer.nn.seam_triton import bias_gelu, bias_gelu_backward, seam
 from qhyer.streams import Begun, aside, begin, fork
@@ -57,31 +56,22 @@ class _Middle(torch.autograd.Function):
     """GELU(h U^T + bias) W^T, an MLP but for its last bias; both weights in float32 and again in h's dtype.
 
     Backward needs GELU(u + bias), u = h U^T, for W's gradient. Kept, it would be the widest tensor of a block; the
-    kernel that computes u's gradient has it at hand and writes it then. Where `gelu_products_triton` suits, its kernels
-    multiply, too; else the products are torch's.
+    kernel that computes u's gradient has it at hand and writes it then.
     """
 
     @staticmethod
     def forward(
         ctx: Any, h: Tensor, up: Tensor, bias: Tensor, down: Tensor, up_low: Tensor, down_low: Tensor
     ) -> Tensor:
-        ctx.fused = suits(h, up_low)
-        if ctx.fused:
-            u, y = up_gelu(h, up_low, bias)
-        else:
-            u = h @ up_low.t()
-            y = bias_gelu(u, bias)
+        u = h @ up_low.t()
         ctx.save_for_backward(h, u, bias, up_low, down_low)
-        return y @ down_low.t()
+        return bias_gelu(u, bias) @ down_low.t()
 
     @staticmethod
     @once_differentiable  # the low weights are apart from those they are made of
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
         h, u, bias, up_low, down_low = ctx.saved_tensors
-        if ctx.fused:
-            du, dbias, y = down_gelu_backward(grad, down_low, u, bias)
-        else:
-            du, dbias, y = bias_gelu_backward(u, bias, grad @ down_low, True)
+        du, dbias, y = bias_gelu_backward(u, bias, grad @ down_low, True)
         ddown, dup = _weight(grad, y), _weight(du, h)
         return du @ up_low, dup, dbias.to(bias.dtype), ddown, None, None
 
