@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,13 @@ from torch.nn import functional as F
 from qhyer.nn.attention import CausalAttention, KeyValues
 from qhyer.nn.mamba import Mamba, MambaState
 from qhyer.nn.scan import kernels
+from qhyer.streams import Begun
 
 if TYPE_CHECKING:
-    from qhyer.nn.hybrid_triton import Ready
+    from qhyer.nn.hybrid_triton import _Weights
 
+Ready: TypeAlias = "Begun[_Weights]"
+"""what the fused pass makes of a decoder's weights alone, begun"""
 Backbone = Literal["hybrid", "attention", "mamba"]
 
 

@@ -26,11 +26,11 @@ from qhyer.nn import mamba_triton as scanning
 from qhyer.nn.attention_triton import MAX_LENGTH, shared_bytes, shared_memory
 from qhyer.nn.products_triton import weight_gradient
 from qhyer.nn.seam_triton import bias_gelu, bias_gelu_backward, seam
-from qhyer.streams import Begun, aside, begin, fork
+from qhyer.streams import aside, begin, fork
 
 if TYPE_CHECKING:
     from qhyer.nn.attention import CausalAttention
-    from qhyer.nn.hybrid import HybridBlock, HybridDecoder
+    from qhyer.nn.hybrid import HybridBlock, HybridDecoder, Ready
 
 
 Branch = Callable[[], list[Tensor]]
@@ -311,9 +311,6 @@ def _branches(
         low = [*low, *(weights.of(layer) for layer in products), weights.A[index]]
     one, two, *_ = branches(h, first, second, low, seed, batch, heads, drop)
     return one, two if first and second else None
-
-
-Ready = Begun[_Weights]
 
 
 def prepare(decoder: HybridDecoder, dtype: torch.dtype, device: torch.device) -> Ready:
