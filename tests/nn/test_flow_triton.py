@@ -257,12 +257,11 @@ def test_operators_are_well_formed(with_kernels):
     matrices, log_det = (t.detach() for t in flow.linears())
     ctx = c.context(context).detach()
     parameters = (c.first, c.second, c.second_bias, c.norm_scale, c.norm_bias, c.head, c.head_bias)
-    given = (x, ctx, matrices, log_det, c.second.detach().mT.contiguous(), *parameters)
-    torch.library.opcheck(flow_triton.flow_blocks, (*given, True), test_utils=checks)
-    detached = [p.detach() for p in given]
+    torch.library.opcheck(flow_triton.flow_blocks, (x, ctx, matrices, log_det, *parameters, True), test_utils=checks)
+    detached = [p.detach() for p in (x, ctx, matrices, log_det, *parameters)]
     torch.library.opcheck(flow_triton.flow_blocks, (*detached, False), test_utils=checks)
     stored = flow_triton.flow_blocks(*detached, True)
-    saved = (*detached[:3], *detached[5:11], stored[0], *stored[2:])
+    saved = (*detached[:3], *detached[4:10], stored[0], *stored[2:])
     grads = (torch.randn_like(stored[0]), torch.randn_like(stored[1]))
     torch.library.opcheck(flow_triton.flow_blocks_backward, (*saved, *grads), test_utils=checks)
     by = norm_inputs(3, 16)

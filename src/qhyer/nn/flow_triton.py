@@ -1,14 +1,13 @@
 """The conditional RealNVP and its encoder between their matrix products, as Triton kernels, forward and backward.
 
-A block of the flow has three parts. With n one of the two networks, s and t:
+A block of the flow is three launches. With n one of the two networks, s and t:
 
     enter    h_n = LN(LeakyReLU(context_n + z_1 first_n)) * scale + bias
-    product  u_n = h_n second_n                                                              (TF32 where it is allowed)
+    product  u_n = h_n second_n                                                       (torch, TF32 where it is allowed)
     leave    s, t = (LN(LeakyReLU(u_n + second_bias_n)) * scale + bias) . head_n + head_bias_n
              z' = [z_1, (z_2 - t) exp(-s)];   log|det| -= sum s;   z = z' W of the next block
 
-In plain torch that is about twenty kernels, most of which move (2, M, C) to do one operation on it. Rows do not depend
-on one another: forward, a program takes some of them through all blocks, in one launch.
+In plain torch a block is about twenty, most of which move (2, M, C) to do one operation on it.
 
 Backward walks through the blocks in reverse: the gradient of `leave`, the product, the gradient of `enter`. It needs u
 and h, which the products wrote anyway, z' (z_1 is a part of it, so that z itself is not kept) and s; the first norm's
@@ -56,6 +55,32 @@ def _enter(  # type: ignore[no-untyped-def]
     return ctx
 
 
+@triton.jit(do_not_specialize=["M", "block"])
+def _flow_enter_kernel(  # type: ignore[no-untyped-def]
+    z_ptr, ctx_ptr, first_ptr, scale_ptr, bias_ptr,  # (M, D), (M, BLOCKS, 2, C), parameters of all blocks
+    h_ptr,  # (2, M, C)
+    M, block,
+    D: tl.constexpr, KEPT: tl.constexpr, C: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(1)
+    which = block * 2 + n
+    start = tl.program_id(0).to(tl.int64) * ROWS
+    r = tl.arange(0, ROWS)
+    e = columns(BLOCK, VECTOR)
+    known = start + r < M
+    column = e < C
+    cell = known[:, None] & column[None, :]
+    at = r[:, None] * (BLOCKS * 2 * C) + e[None, :]
+    ctx = tl.load(ctx_ptr + start * (BLOCKS * 2 * C) + which * C + at, mask=cell, other=0.0).to(tl.float32)
+    v = _enter(ctx, z_ptr + start * D + r * D, known, first_ptr + which * (KEPT * C), e, column, KEPT, C)
+    v, _inverse = row_norm(tl.where(v > 0.0, v, v * SLOPE), column, EPS, C, BLOCK)
+    scale = tl.load(scale_ptr + which * C + e, mask=column, other=0.0)
+    bias = tl.load(bias_ptr + which * C + e, mask=column, other=0.0)
+    h_ptr += (start + n.to(tl.int64) * M) * C
+    tl.store(h_ptr + r[:, None] * C + e[None, :], v * scale[None, :] + bias[None, :], mask=cell)
+
+
 @triton.jit
 def _leave(  # type: ignore[no-untyped-def]
     u, second_bias_ptr, scale_ptr, bias_ptr, which, e, column,
@@ -69,105 +94,62 @@ def _leave(  # type: ignore[no-untyped-def]
     return v * scale[None, :] + bias[None, :]
 
 
-@triton.jit
-def _product(  # type: ignore[no-untyped-def]
-    h_ptr, weight_ptr, known, e, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """h (ROWS, C) times the transpose of a weight (C, C): its rows are what the tensor cores read of it."""
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    r, d = tl.arange(0, ROWS), tl.arange(0, DEPTH)
-    h_at = r[:, None] * C + d[None, :]
-    weight_at = e[:, None] * C + d[None, :]
-    for first in range(0, C, DEPTH):
-        inside = (first + d < C)[None, :]
-        h = tl.load(h_ptr + first + h_at, mask=known[:, None] & inside, other=0.0)
-        weight = tl.load(weight_ptr + first + weight_at, mask=(e < C)[:, None] & inside, other=0.0)
-        total = tl.dot(h, weight.T, total, input_precision=PRECISION)
-    return total
-
-
-@triton.jit(do_not_specialize=["M"])
-def _flow_forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, ctx_ptr, matrix_ptr, offset_ptr,  # (M, D), (M, BLOCKS, 2, C), (BLOCKS, D, D), what log|det| begins with
-    first_ptr, turned_ptr, second_bias_ptr, scale_ptr, bias_ptr, head_ptr, head_bias_ptr,  # head (.., OUT, C)
-    z_ptr, log_det_ptr,  # (M, D), (M,): results, the former on the way z of every block
-    between_ptr, s_ptr, u_ptr, h_ptr,  # (BLOCKS - 1, M, D), (BLOCKS, M, OUT), twice (BLOCKS or 1, 2, M, C)
-    M,
+@triton.jit(do_not_specialize=["M", "block"])
+def _flow_leave_kernel(  # type: ignore[no-untyped-def]
+    u_ptr, second_bias_ptr, scale_ptr, bias_ptr, head_ptr, head_bias_ptr,  # (2, M, C), parameters; head (.., OUT, C)
+    z_ptr, log_det_ptr, matrix_ptr,  # (M, D), (M,) or at first a number, (BLOCKS, D, D)
+    after_ptr, s_ptr, z_next_ptr, log_det_next_ptr,  # z' (M, D), (M, OUT), z' W (M, D), (M,)
+    M, block,
     D: tl.constexpr, KEPT: tl.constexpr, C: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, PAD: tl.constexpr,  # PAD: D, up to a power of two
-    DEPTH: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """A program takes its rows through all blocks. h and z pass through memory, that is, through the cache: its threads
-    read them in another order than they wrote them."""
     OUT: tl.constexpr = D - KEPT
     start = tl.program_id(0).to(tl.int64) * ROWS
     r = tl.arange(0, ROWS)
     e = columns(BLOCK, VECTOR)
-    k = tl.arange(0, PAD)
     known = start + r < M
     column = e < C
     cell = known[:, None] & column[None, :]
-    log_det = tl.zeros([ROWS], tl.float32) + tl.load(offset_ptr)
-    ctx_at = ctx_ptr + start * (BLOCKS * 2 * C) + r[:, None] * (BLOCKS * 2 * C) + e[None, :]
-    z_ptr += start * D
-    of_row = r * D
-    matrix = matrix_ptr + k
-    z_next = tl.zeros([ROWS, PAD], tl.float32)  # x W of the first block
-    for i in tl.static_range(D):
-        x = tl.load(x_ptr + start * D + of_row + i, mask=known, other=0.0)
-        z_next += x[:, None] * tl.load(matrix + i * D, mask=k < D, other=0.0)[None, :]
-    for block in range(BLOCKS):
-        tl.debug_barrier()  # all have read what was there
-        tl.store(z_ptr + of_row[:, None] + k[None, :], z_next, mask=known[:, None] & (k < D)[None, :])
-        tl.debug_barrier()
-        place = (block * (2 * STORE) * M.to(tl.int64) + start) * C  # of network s
-        for n in tl.static_range(2):
-            which = block * 2 + n
-            ctx = tl.load(ctx_at + which * C, mask=cell, other=0.0).to(tl.float32)
-            v = _enter(ctx, z_ptr + of_row, known, first_ptr + which * (KEPT * C), e, column, KEPT, C)
-            v, _inverse = row_norm(tl.where(v > 0.0, v, v * SLOPE), column, EPS, C, BLOCK)
-            scale = tl.load(scale_ptr + which * C + e, mask=column, other=0.0)
-            bias = tl.load(bias_ptr + which * C + e, mask=column, other=0.0)
-            h_at = h_ptr + place + n * M.to(tl.int64) * C + r[:, None] * C + e[None, :]
-            tl.store(h_at, v * scale[None, :] + bias[None, :], mask=cell)
-        tl.debug_barrier()
-        outs = ()  # of both networks: s and t of every moved coordinate
-        for n in tl.static_range(2):
-            which = block * 2 + n
-            at = place + n * M.to(tl.int64) * C
-            u = _product(h_ptr + at, turned_ptr + which * (C * C), known, e, C, ROWS, BLOCK, DEPTH, PRECISION)
-            if STORE:
-                tl.store(u_ptr + at + r[:, None] * C + e[None, :], u, mask=cell)
-            y = _leave(u, second_bias_ptr, scale_ptr, bias_ptr, which, e, column, C, BLOCKS, BLOCK)
-            for j in tl.static_range(OUT):
-                head = tl.load(head_ptr + (which * OUT + j) * C + e, mask=column, other=0.0)
-                out = tl.sum(y * head[None, :], 1) + tl.load(head_bias_ptr + which * OUT + j)
-                outs = outs + (out,)  # noqa: RUF005
-        last = block == BLOCKS - 1
-        matrix = matrix_ptr + tl.where(last, 0, block + 1) * (D * D) + k
-        z_next = tl.zeros([ROWS, PAD], tl.float32)
-        after_at = z_ptr + of_row
+    at = r[:, None] * C + e[None, :]
+    u_s = tl.load(u_ptr + start * C + at, mask=cell, other=0.0)
+    u_t = tl.load(u_ptr + (start + M) * C + at, mask=cell, other=0.0)
+    if FIRST:
+        log_det = tl.zeros([ROWS], tl.float32) + tl.load(log_det_ptr)
+    else:
+        log_det = tl.load(log_det_ptr + start + r, mask=known, other=0.0)
+    k = tl.arange(0, PAD)
+    matrix_ptr += (block + 1) * (D * D)
+    z_next = tl.zeros([ROWS, PAD], tl.float32)
+    z_at = z_ptr + start * D + r * D
+    after_at = after_ptr + start * D + r * D
+    s_at = s_ptr + start * OUT + r * OUT
+    for i in tl.static_range(KEPT):
+        z = tl.load(z_at + i, mask=known, other=0.0)
+        if LAST or STORE:
+            tl.store(after_at + i, z, mask=known)
+        if not LAST:
+            z_next += z[:, None] * tl.load(matrix_ptr + i * D + k, mask=k < D, other=0.0)[None, :]
+    y_s = _leave(u_s, second_bias_ptr, scale_ptr, bias_ptr, block * 2, e, column, C, BLOCKS, BLOCK)
+    y_t = _leave(u_t, second_bias_ptr, scale_ptr, bias_ptr, block * 2 + 1, e, column, C, BLOCKS, BLOCK)
+    head_ptr += block * (2 * OUT * C)
+    head_bias_ptr += block * (2 * OUT)
+    for j in tl.static_range(OUT):
+        head_s = tl.load(head_ptr + j * C + e, mask=column, other=0.0)
+        head_t = tl.load(head_ptr + (OUT + j) * C + e, mask=column, other=0.0)
+        s = tl.sum(y_s * head_s[None, :], 1) + tl.load(head_bias_ptr + j)
+        t = tl.sum(y_t * head_t[None, :], 1) + tl.load(head_bias_ptr + OUT + j)
+        z = (tl.load(z_at + KEPT + j, mask=known, other=0.0) - t) * tl.exp(-s)
+        log_det -= s
+        if LAST or STORE:
+            tl.store(after_at + KEPT + j, z, mask=known)
         if STORE:
-            after_at = tl.where(last, after_at, between_ptr + (block * M.to(tl.int64) + start) * D + of_row)
-        kept, moved = (), ()
-        for i in tl.static_range(KEPT):
-            kept = kept + (tl.load(z_ptr + of_row + i, mask=known, other=0.0),)  # noqa: RUF005
-        for j in tl.static_range(OUT):
-            z = tl.load(z_ptr + of_row + KEPT + j, mask=known, other=0.0)
-            moved = moved + ((z - outs[OUT + j]) * tl.exp(-outs[j]),)  # noqa: RUF005
-            log_det -= outs[j]
-            if STORE:
-                tl.store(s_ptr + (block * M.to(tl.int64) + start + r) * OUT + j, outs[j], mask=known)
-        tl.debug_barrier()
-        after = kept + moved
-        for i in tl.static_range(D):
-            if STORE:
-                tl.store(after_at + i, after[i], mask=known)
-            else:
-                tl.store(after_at + i, after[i], mask=known & last)
-            z_next += after[i][:, None] * tl.load(matrix + i * D, mask=k < D, other=0.0)[None, :]
-    tl.store(log_det_ptr + start + r, log_det, mask=known)
+            tl.store(s_at + j, s, mask=known)
+        if not LAST:
+            z_next += z[:, None] * tl.load(matrix_ptr + (KEPT + j) * D + k, mask=k < D, other=0.0)[None, :]
+    tl.store(log_det_next_ptr + start + r, log_det, mask=known)
+    if not LAST:
+        tl.store(z_next_ptr + start * D + r[:, None] * D + k[None, :], z_next, mask=known[:, None] & (k < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["M", "block", "steps"])
@@ -330,11 +312,6 @@ def _flow_matrix_kernel(  # type: ignore[no-untyped-def]
 # ------------------------------------------------------------------------------------------------------- the flow
 
 
-def _forward_tile(channels: int) -> dict[str, int]:
-    block = max(16, triton.next_power_of_2(channels))
-    return dict(ROWS=64, BLOCK=block, VECTOR=4 if block >= 128 else 1, DEPTH=min(32, block), num_warps=8, num_stages=3)
-
-
 def _backward_tiles(channels: int, dim: int) -> tuple[dict[str, int], dict[str, int]]:
     """Tiles of `leave` and `enter`, of as many rows each. The more dimensions, the more sums are kept in registers, and
     the smaller the tile beside them; `enter` keeps those of both networks."""
@@ -360,12 +337,12 @@ def flow_forward(flow: ConditionalRealNVP, x: Tensor, context: Tensor) -> tuple[
     couplings = flow.couplings
     if not couplings.kept:
         raise ValueError("in one dimension there is no half to keep: that is the plain code's")
-    begun = begin("linears", lambda: (*flow.linears(), couplings.second.detach().mT.contiguous()), x.device)
+    linears = begin("linears", flow.linears, x.device)
     contexts = product(context, couplings.context.weight, couplings.context.bias)
-    matrices, log_det, turned = begun()
+    matrices, log_det = linears()
     arguments = (
         x.reshape(-1, flow.dim), contexts.view(-1, couplings.context.out_features),
-        matrices, log_det, turned, couplings.first, couplings.second, couplings.second_bias, couplings.norm_scale,
+        matrices, log_det, couplings.first, couplings.second, couplings.second_bias, couplings.norm_scale,
         couplings.norm_bias, couplings.head, couplings.head_bias,
     )  # fmt: skip
     store = torch.is_grad_enabled() and any(argument.requires_grad for argument in arguments)
@@ -375,36 +352,46 @@ def flow_forward(flow: ConditionalRealNVP, x: Tensor, context: Tensor) -> tuple[
 
 @torch.library.custom_op("qhyer::flow_blocks", mutates_args=())
 def flow_blocks(
-    x: Tensor, ctx: Tensor, matrices: Tensor, offset: Tensor, turned: Tensor, first: Tensor, second: Tensor,
-    second_bias: Tensor, scale: Tensor, bias: Tensor, head: Tensor, head_bias: Tensor, store: bool,
+    x: Tensor, ctx: Tensor, matrices: Tensor, offset: Tensor, first: Tensor, second: Tensor, second_bias: Tensor,
+    scale: Tensor, bias: Tensor, head: Tensor, head_bias: Tensor, store: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """x (M, d), contexts (M, blocks * 2 * C), matrices (blocks, d, d), a number to begin log|det| with, every `second`
-    transposed, and the couplings' parameters -> z (M, d), log|det| (M,), and if `store` is set what backward needs
-    (else empty):
+    """x (M, d), contexts (M, blocks * 2 * C), matrices (blocks, d, d), a number to begin log|det| with, and the
+    couplings' parameters -> z (M, d), log|det| (M,), and if `store` is set what backward needs (else empty):
     z' of all blocks but the last (blocks - 1, M, d), s (blocks, M, d - kept), u and h (blocks, 2, M, C)."""
     x, ctx, matrices = x.contiguous(), ctx.contiguous(), matrices.contiguous()
     rows, dim = x.shape
     blocks, _, kept, channels = first.shape
     head = head.mT.contiguous()  # so that each of its columns is read in one go
+    sizes = dict(D=dim, KEPT=kept, C=channels, BLOCKS=blocks)
+    enter, leave = tile_of(channels, 256, 32), tile_of(channels, 512, 32)
     empty = lambda *shape: torch.empty(shape, device=x.device, dtype=torch.float32)
     between = empty(blocks - 1, rows, dim) if store else empty(0)
     s = empty(blocks, rows, dim - kept) if store else empty(0)
-    u = empty(blocks, 2, rows, channels) if store else empty(0)
+    u = empty(blocks if store else 1, 2, rows, channels)
     h = empty(blocks if store else 1, 2, rows, channels)
-    z, log_det = empty(rows, dim), empty(rows)
-    tile = _forward_tile(channels)
-    _flow_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
-        x, ctx, matrices, offset, first, turned, second_bias, scale, bias, head, head_bias,
-        z, log_det, between, s, u, h, rows,
-        D=dim, KEPT=kept, C=channels, BLOCKS=blocks, PAD=triton.next_power_of_2(dim), STORE=store,
-        PRECISION="tf32" if torch.get_float32_matmul_precision() != "highest" else "tf32x3", **tile,
-    )  # fmt: skip
-    return z, log_det, between, s, u, h if store else empty(0)
+    result = empty(rows, dim)
+    z, z_next = torch.mm(x, matrices[0], out=empty(rows, dim)), empty(rows, dim)
+    log_det, log_det_next = offset, empty(rows)
+    for block in range(blocks):
+        last = block == blocks - 1
+        u_, h_ = (u[block], h[block]) if store else (u[0], h[0])
+        _flow_enter_kernel[(triton.cdiv(rows, enter["ROWS"]), 2)](
+            z, ctx, first, scale, bias, h_, rows, block, **sizes, **enter
+        )
+        torch.bmm(h_, second[block], out=u_)
+        _flow_leave_kernel[(triton.cdiv(rows, leave["ROWS"]),)](
+            u_, second_bias, scale, bias, head, head_bias, z, log_det, matrices,
+            between[block] if store and not last else result, s[block] if store else s, z_next, log_det_next,
+            rows, block, **sizes, **leave, PAD=triton.next_power_of_2(dim), FIRST=block == 0, LAST=last, STORE=store,
+        )  # fmt: skip
+        z, z_next = z_next, z
+        log_det, log_det_next = log_det_next, empty(rows) if block == 0 else log_det
+    return result, log_det, between, s, u if store else empty(0), h if store else empty(0)
 
 
 @flow_blocks.register_fake
-def _(x: Tensor, ctx: Tensor, matrices: Tensor, offset: Tensor, turned: Tensor, first: Tensor, second: Tensor,
-      second_bias: Tensor, scale: Tensor, bias: Tensor, head: Tensor, head_bias: Tensor, store: bool,
+def _(x: Tensor, ctx: Tensor, matrices: Tensor, offset: Tensor, first: Tensor, second: Tensor, second_bias: Tensor,
+      scale: Tensor, bias: Tensor, head: Tensor, head_bias: Tensor, store: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows, dim = x.shape
     blocks, _, kept, channels = first.shape
@@ -475,7 +462,7 @@ def _(x: Tensor, ctx: Tensor, matrices: Tensor, first: Tensor, second: Tensor, s
 
 
 def _flow_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, contexts, matrices, _offset, _turned, first, second, second_bias, scale, bias, head, _head_bias, store = inputs
+    x, contexts, matrices, _offset, first, second, second_bias, scale, bias, head, _head_bias, store = inputs
     z, _log_det, *stored = output
     if not store:
         raise RuntimeError("backward of a flow that was computed without `store`")
@@ -493,7 +480,7 @@ def _flow_backward(ctx: Any, dz: Tensor | None, dlog_det: Tensor | None, *_: Non
     pieces = sums.split([torch.Size(shape).numel() for shape in shapes])
     dscale, dbias, dsecond_bias, dfirst, dhead, dhead_bias = (p.view(shape) for p, shape in zip(pieces, shapes))
     return (
-        dx, dctx, dmatrices, dlog_det.sum(), None, dfirst, dsecond, dsecond_bias, dscale, dbias,
+        dx, dctx, dmatrices, dlog_det.sum(), dfirst, dsecond, dsecond_bias, dscale, dbias,
         dhead.mT, dhead_bias, None,
     )  # fmt: skip
 
