@@ -30,7 +30,7 @@ from qhyer.nn import contrastive, cvae
 from qhyer.nn.bits import Bits
 from qhyer.nn.chance import next_rows
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
-from qhyer.nn.hybrid import Backbone, HybridDecoder, Ready
+from qhyer.nn.hybrid import Backbone, HybridDecoder
 from qhyer.nn.optim import adamw, warm_up, warm_up_cosine
 from qhyer.nn.scan import kernels
 from qhyer.nn.tokens import Tokenization, Tokens
@@ -412,17 +412,13 @@ class QHyer(Agent):
         means, log_stds = means.unflatten(-1, (m, d)), log_stds.unflatten(-1, (m, d))
         return logits, means, log_stds.clamp(*LOG_STD)
 
-    def beforehand(self, batch: Batch) -> tuple[Tensor | None, Ready | None]:
-        """What the decoder waits for: Q (B, K), and what it makes of its weights, begun meanwhile."""
-        observations = batch["observations"]
-        ready = self.decoder.prepare(observations, observations.shape[1] * self.tokens.per_step - 1)
-        return self.q_values(batch) if self.q_head is not None else None, ready
-
-    def actor_loss(self, batch: Batch, q: Tensor | None, ready: Ready | None) -> tuple[Tensor, Tensor, Metrics]:
-        """Eqs. (15) and (10): imitate the action given Q (B, K), and regress the best Q. Returns L_BC, L_Q, metrics."""
+    def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
+        """Eqs. (15) and (10): imitate the action given Q, and regress the best Q. Returns L_BC, L_Q, metrics."""
         config = self.config
         observations = self.normalize(batch["observations"])  # (B, K, d_s)
+        ready = self.decoder.prepare(observations, observations.shape[1] * self.tokens.per_step - 1)
         goals = self.actor_goals(batch["goals"], batch["observations"])  # (B, K, d_g)
+        q = self.q_values(batch) if self.q_head is not None else None  # (B, K)
         x = self.tokens(observations, goals, q, batch["actions"], last=False)
         h, _ = self.decoder(x, read=self.tokens.read, ready=ready)
         q_hat, numbers = self._read(h)  # (B, K), (B, K, d_a) with a Gaussian
@@ -468,13 +464,12 @@ class QHyer(Agent):
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Eq. (14): the three losses, jointly."""
         config = self.config
-        first = self.beforehand(batch)
         if self.critic is None:
-            bc, regression, metrics = self.actor_loss(batch, *first)
+            bc, regression, metrics = self.actor_loss(batch)
             return losses.weighted(config.weight_bc, bc) + losses.weighted(config.weight_q, regression), metrics
         # No gradient passes between the two, so they can be computed side by side.
         (nll, critic_metrics), (bc, regression, metrics) = concurrently(
-            "critic", lambda: self.critic_loss(batch), lambda: self.actor_loss(batch, *first), batch.values()
+            "critic", lambda: self.critic_loss(batch), lambda: self.actor_loss(batch), batch.values()
         )
         actor = losses.weighted(config.weight_bc, bc) + losses.weighted(config.weight_q, regression)
         return actor + losses.weighted(config.weight_critic, nll), metrics | critic_metrics

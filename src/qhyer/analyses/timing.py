@@ -95,7 +95,7 @@ def stages(agent: Any, batch: int) -> dict[str, Stage]:
     windows = dataclasses.replace(agent.stages()[0].sampler, flow_batch=0.0)
 
     def actor_loss(drawn: Batch) -> tuple[Tensor, Metrics]:
-        bc, regression, metrics = agent.actor_loss(drawn, *agent.beforehand(drawn))
+        bc, regression, metrics = agent.actor_loss(drawn)
         return config.weight_bc * bc + config.weight_q * regression, metrics
 
     flow = _common.FlowSamplerConfig(config.discount, config.chunk)

@@ -39,7 +39,8 @@ from qhyer.streams import begin
 if TYPE_CHECKING:
     from qhyer.nn.flow import ConditionalRealNVP
 
-PROGRAMS = 132  # of a backward launch, per network: one on every multiprocessor of an H200, each with partial sums
+PROGRAMS = 2 * 132  # of a backward launch, per network: two on every multiprocessor of an H200, each with partial sums
+SILU_PROGRAMS = 132
 SLOPE = tl.constexpr(0.01)  # of LeakyReLU
 EPS = tl.constexpr(1e-5)  # of the flow's norms
 
@@ -437,7 +438,7 @@ def flow_blocks_backward(
         )  # fmt: skip
         dz = dbefore
     dsecond = torch.bmm(h.flatten(0, 1).mT, du.flatten(0, 1), out=empty(blocks * 2, channels, channels))
-    programs, steps = share(triton.cdiv(rows, 64), 2 * PROGRAMS // blocks)
+    programs, steps = share(triton.cdiv(rows, 64), PROGRAMS // blocks)
     dmatrices = empty(programs, blocks, dim, dim)
     _flow_matrix_kernel[(blocks, programs)](
         x, between, dentry, dmatrices, rows, steps, D=dim, ROWS=64, PAD=max(16, triton.next_power_of_2(dim))
@@ -574,7 +575,7 @@ def norm_silu_backward(
     rows = u.numel() // width
     du = torch.empty_like(u)
     tile = tile_of(width, 256, 32)
-    programs, steps = share(triton.cdiv(rows, tile["ROWS"]), max(2, 8 // tile["num_warps"]) * PROGRAMS)
+    programs, steps = share(triton.cdiv(rows, tile["ROWS"]), max(2, 8 // tile["num_warps"]) * SILU_PROGRAMS)
     partial = u.new_empty(programs, 3, width, dtype=torch.float32)
     _silu_backward_kernel[(programs,)](u, bias, weight, norm_bias, dy, du, partial, rows, eps, steps, C=width, **tile)
     return du, _total(partial)

@@ -225,13 +225,14 @@ def branches_backward(
         dselected = torch.empty_like(selected)
         ddelta, dBC = _selection(dselected, rank, batch)
         dy = (grad @ out_proj).view(inside)
-        du, ddt, dA, dvector, _ = scanning.scan_backward(
+        du, ddt, sums, _ = scanning.scan_backward(
             u.view(inside), dt.view(inside), bias, A, B, C, D, z, None, dy, None, dz, dBC, aside
         )
         ddt = ddt.flatten(0, 1)
         torch.mm(ddt, dt_proj, out=ddelta)
         du.view(-1, inside[-1]).addmm_(dselected, x_proj)  # u is read by x_proj and by the scan
         dconv = scanning.conv_backward(x, conv_weight, conv_bias, du, 0, dx, aside)
+        dA, dvector = scanning.of_parameters(sums, inside[-1])
         dA_log = aside(lambda: torch.mul(dA, A, out=torch.empty_like(A)), [dA, A])
         return [*dconv, _weight(dselected, u), _weight(ddt, delta), dvector, dA_log, _weight(grad, y)]
 

@@ -82,9 +82,8 @@ def forward(
 def backward(
     x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
     dy: Tensor, dz: Tensor | None, dBC: Tensor, put: Put = at_once,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Writes dz and d[B; C] (B, L, 2 N), rows anywhere -> dx, ddt, dA (E, N), d[bias; D] (2, E); the last two are parts
-    of one sum."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Writes dz and d[B; C] (B, L, 2 N), rows anywhere -> dx, ddt and, one after the other, dA (E, N) and d[bias; D]."""
     batch, length, width = x.shape
     size = A.shape[1]
     threads = min(THREADS, width // 2)
@@ -108,5 +107,4 @@ def backward(
     )  # fmt: skip
     if blocks > 1:
         total(parts, dBC)
-    dA, dvector = put(lambda: total(dparameter), [dparameter]).split([size * width, 2 * width])
-    return dx, ddt, dA.view(width, size), dvector.view(2, width)
+    return dx, ddt, put(lambda: total(dparameter), [dparameter])

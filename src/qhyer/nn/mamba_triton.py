@@ -370,9 +370,9 @@ def scan_forward(
 def scan_backward(
     x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
     state: Tensor | None, dy: Tensor, dlast: Tensor | None, dz: Tensor | None, dBC: Tensor, put: Put = at_once,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Writes dz and d[B; C] (B, L, 2 N), whose batch and rows may lie anywhere -> dx, ddt, dA, d[bias; D] (2, E),
-    dstate (empty without a state). dA and d[bias; D] are parts of one sum."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Writes dz and d[B; C] (B, L, 2 N), whose batch and rows may lie anywhere -> dx, ddt, the sums of which
+    `of_parameters` are parts, dstate (empty without a state)."""
     batch, length, width = x.shape
     size = A.shape[1]
     x, dt, B, C, dy = _contiguous(x, dt, B, C, dy)
@@ -397,27 +397,36 @@ def scan_backward(
         STATE=state is not None, DLAST=dlast is not None, num_warps=1,
     )  # fmt: skip
     total(parts, dBC)
-    dA, dvector = put(lambda: total(dparameter), [dparameter]).split([size, 2])
-    return dx, ddt, dA.t(), dvector, dstate if state is None else dstate.mT
+    sums = put(lambda: total(dparameter), [dparameter])  # (N + 2, E); by hand all in one row
+    return dx, ddt, sums, dstate if state is None else dstate.mT
+
+
+def of_parameters(sums: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """-> dA (E, N) and d[bias; D] (2, E), of either layout."""
+    if sums.dim() == 1:
+        dA, dvector = sums.split([len(sums) - 2 * width, 2 * width])
+        return dA.view(width, -1), dvector.view(2, width)
+    return sums[:-2].t(), sums[-2:]
 
 
 @torch.library.custom_op("qhyer::gated_scan", mutates_args=())
 def gated_scan(
     x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
-    state: Tensor | None,
+    state: Tensor | None, ends: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> y (B, L, E) in x's dtype and the last state (B, E, N), float32, as are A (E, N), D, bias and state.
 
-    Without `bias`, dt is Delta itself; without `z` there is no gate.
+    Without `bias`, dt is Delta itself; without `z` there is no gate; without `ends` the last state comes back empty.
     """
-    return scan_forward(x, dt, bias, A, B, C, D, z, state, True)
+    return scan_forward(x, dt, bias, A, B, C, D, z, state, ends)
 
 
 @gated_scan.register_fake
 def _(x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
-      state: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+      state: Tensor | None, ends: bool = True) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, length, width = x.shape
     y = x.new_empty(batch, length, width)
+    batch = batch if ends else 0
     x, dt, B, C = _contiguous(x, dt, B, C)
     if by_hand(x, dt, bias, A, B, C, D, z, state):
         return y, x.new_empty(batch, width, A.shape[1], dtype=torch.float32)
@@ -428,20 +437,19 @@ def _(x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tenso
 def gated_scan_backward(
     x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
     state: Tensor | None, dy: Tensor, dlast: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> dx, ddt, dz, d[B; C] (B, L, 2 N), dA, d[bias; D] (2, E), dstate; absent ones are empty."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> dx, ddt, dz, d[B; C] (B, L, 2 N), sums `of_parameters`, dstate; absent ones are empty."""
     batch, length, width = x.shape
     dz = None if z is None else torch.empty(batch, length, width, device=x.device, dtype=z.dtype)
     dBC = torch.empty(batch, length, 2 * A.shape[1], device=x.device, dtype=B.dtype)
-    dx, ddt, *others = scan_backward(x, dt, bias, A, B, C, D, z, state, dy, dlast, dz, dBC)
-    dA, dvector, dstate = others
-    return dx, ddt, x.new_empty(0) if dz is None else dz, dBC, dA, dvector.clone(), dstate  # no two of one memory
+    dx, ddt, sums, dstate = scan_backward(x, dt, bias, A, B, C, D, z, state, dy, dlast, dz, dBC)
+    return dx, ddt, x.new_empty(0) if dz is None else dz, dBC, sums, dstate
 
 
 @gated_scan_backward.register_fake
 def _(x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
       state: Tensor | None, dy: Tensor, dlast: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, length, width = x.shape
     size = A.shape[1]
     x, dt, B, C, dy = _contiguous(x, dt, B, C, dy)
@@ -451,25 +459,25 @@ def _(x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tenso
         dt.new_empty(batch, length, width),
         x.new_empty(0) if z is None else z.new_empty(batch, length, width),
         x.new_empty(batch, length, 2 * size, dtype=B.dtype),
-        x.new_empty(width, size, dtype=torch.float32) if hand else x.new_empty(size, width, dtype=torch.float32).t(),
-        x.new_empty(2, width, dtype=torch.float32),
+        x.new_empty((size + 2) * width if hand else (size + 2, width), dtype=torch.float32),
         x.new_empty(0) if state is None else x.new_empty(batch, size, width, dtype=torch.float32).mT,
     )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[:-1])
     ctx.set_materialize_grads(False)  # training uses y alone: no zeros for the last state's gradient
 
 
 def _backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> tuple[Any, ...]:
     x, dt, bias, A, B, C, D, z, state = ctx.saved_tensors
     dy = torch.zeros_like(x) if dy is None else dy
-    dx, ddt, dz, dBC, dA, dvector, dstate = gated_scan_backward(x, dt, bias, A, B, C, D, z, state, dy, dlast)
+    dx, ddt, dz, dBC, sums, dstate = gated_scan_backward(x, dt, bias, A, B, C, D, z, state, dy, dlast)
     dB, dC = dBC.chunk(2, dim=-1)
+    dA, dvector = of_parameters(sums, x.shape[2])
     return (
         dx, ddt, None if bias is None else dvector[0], dA, dB, dC, dvector[1], None if z is None else dz,
-        None if state is None else dstate,
+        None if state is None else dstate, None,
     )  # fmt: skip
 
 

@@ -173,13 +173,14 @@ def _scan_without_gradient(
 
 
 def selective_scan(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None = None
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None = None, ends: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The same as `selective_scan_ref`, faster."""
+    """The same as `selective_scan_ref`, faster. Without `ends`, who trains and has no use for it, the last state may
+    come back empty."""
     dtype = u.dtype
     if (fused := kernels(u)) is not None:
         A, D = _full(A, D)
-        return fused.gated_scan(u, delta, None, A, B, C, D, None, state)
+        return fused.gated_scan(u, delta, None, A, B, C, D, None, state, ends)
     u, delta, A, B, C, D = _full(u, delta, A, B, C, D)
     if torch.is_grad_enabled():
         y, last = _Scan.apply(u, delta, A, B, C, state)

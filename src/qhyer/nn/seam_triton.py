@@ -43,6 +43,7 @@ from qhyer.nn.total_triton import total as _total
 from qhyer.streams import aside
 
 WARPS = 8 * 132  # of one backward launch: 8 on every multiprocessor of an H200, each leaving a row of partial sums
+SEAM_WARPS = 12 * 132
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -429,7 +430,7 @@ def seam_backward(
     dy2 = x.new_empty(0) if y2 is None else x.new_empty(shape, dtype=y2.dtype)
     dalpha = x.new_empty(0 if y2 is None else math.prod(shape[:-1]), dtype=torch.float32)
     tile = _tile(width, 16)
-    programs, steps = share(triton.cdiv(rows, tile["ROWS"]), WARPS // tile["num_warps"])
+    programs, steps = share(triton.cdiv(rows, tile["ROWS"]), SEAM_WARPS // tile["num_warps"])
     size = (2 + gate + biased) * width + 16 * gate
     partial = x.new_empty(programs, size, dtype=torch.float32)
     _seam_backward_kernel[(programs,)](

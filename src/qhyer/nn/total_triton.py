@@ -41,7 +41,7 @@ def total(x: Tensor, out: Tensor | None = None) -> Tensor:
     elif not out.is_contiguous():
         lines = out.view(-1, out.shape[-1])
         width, step = lines.shape[1], lines.stride(0)
-    rows = min(128, triton.next_power_of_2(x.shape[0]))
+    rows = min(512, triton.next_power_of_2(x.shape[0]))
     block = min(TILE // rows, 512, max(16, triton.next_power_of_2(columns) // PROGRAMS))
     _total_kernel[(triton.cdiv(columns, block),)](
         x, out, x.shape[0], columns, step, ROWS=rows, BLOCK=block, WIDTH=width, num_warps=4
