@@ -83,7 +83,7 @@ def backward(
     x: Tensor, dt: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
     dy: Tensor, dz: Tensor | None, dBC: Tensor, put: Put = at_once,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Writes dz and d[B; C] (B, L, 2 N), rows anywhere -> dx, ddt and, one after the other, dA (E, N) and d[bias; D]."""
+    """Writes dz and d[B; C] (B, L, 2 N), rows anywhere -> dx, ddt and, in a row, dA (E, N) and d[bias; D]."""
     batch, length, width = x.shape
     size = A.shape[1]
     threads = min(THREADS, width // 2)
