@@ -179,8 +179,9 @@ def using_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def recorded(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
+def recorded(function: Callable[[], object], device: torch.device, times: int = 1) -> Callable[[], object]:
     """The same work as a CUDA graph, so that its kernels are timed and not their launching; itself where there is none.
+    Even a graph takes some microseconds to launch: what is short is recorded several times, one after the other.
 
     What the function returns is kept by nobody: it computes into the graph's own memory.
     """
@@ -194,7 +195,8 @@ def recorded(function: Callable[[], object], device: torch.device) -> Callable[[
     current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        function()
+        for _ in range(times):
+            function()
     return graph.replay
 
 

@@ -72,8 +72,9 @@ class _Middle(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
         h, u, bias, up_low, down_low = ctx.saved_tensors
         du, dbias, y = bias_gelu_backward(u, bias, grad @ down_low, True)
-        ddown, dup = _weight(grad, y), _weight(du, h)
-        return du @ up_low, dup, dbias.to(bias.dtype), ddown, None, None
+        ddown = _weight(grad, y)
+        del y  # the widest there is: its memory serves what follows
+        return du @ up_low, _weight(du, h), dbias.to(bias.dtype), ddown, None, None
 
 
 class _Weights:
