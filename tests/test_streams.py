@@ -1,0 +1,145 @@
+"""Work beside other work: the same results, whoever waits for what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qhyer import streams
+from qhyer.streams import aside, asides, at_once, begin, fork, forked
+
+CPU = torch.device("cpu")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def test_on_a_cpu_everything_is_done_in_its_turn():
+    done: list[str] = []
+
+    def note(name: str) -> str:
+        done.append(name)
+        return name
+
+    assert fork("two", lambda: note("a"), lambda: note("b"), CPU) == ("a", "b")
+    assert forked("three", [lambda name=name: note(name) for name in "cde"], CPU) == ["c", "d", "e"]
+    started = begin("one", lambda: note("f"), CPU)
+    assert done == [*"abcdef"] and started() == started() == "f"
+    with asides(CPU):
+        assert aside(lambda: note("g"), []) == "g" and done[-1] == "g"
+    assert at_once(lambda: note("h"), []) == "h"
+    assert forked("none", [], CPU) == []
+
+
+class Recorder:
+    """Takes the place of a stream, of its events, and of torch.cuda where `asides` asks it."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def pool(self, monkeypatch, size: int) -> None:
+        monkeypatch.setattr(streams, "HELD", size)
+        monkeypatch.setattr(streams, "_beside", lambda *_: Line("aside", self.told))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Line("here", self.told))
+        monkeypatch.setattr(torch.cuda, "stream", lambda line: line)
+
+
+class Line:
+    device = CPU
+    cuda_stream = 0
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Line) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __enter__(self) -> None:
+        self.told.append(f"on {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_stream(self, other: Line) -> None:
+        self.told.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        return f"event {len(self.told)}"
+
+    def wait_event(self, event: str) -> None:
+        self.told.append(f"{self.name} waits for an event")
+
+
+def test_what_is_put_aside_is_waited_for_at_the_end(monkeypatch):
+    recorder = Recorder()
+    recorder.pool(monkeypatch, 100)
+    with asides(torch.device("cuda")):
+        assert aside(lambda: 1, [torch.zeros(20)]) == 1  # 80 bytes
+        assert recorder.told == ["aside waits for here", "on aside"]
+        with asides(torch.device("cuda")):  # one within another is the other's
+            assert aside(lambda: 2, [torch.zeros(20)]) == 2
+        assert recorder.told[2:] == ["aside waits for here", "on aside", "here waits for an event"]  # 160 > 100
+    assert recorder.told[5:] == ["here waits for aside"]
+    assert aside(lambda: 3, []) == 3 and len(recorder.told) == 6
+
+
+def test_nothing_aside_is_not_waited_for(monkeypatch):
+    """A stream that has no part in a capture must not be waited for by one."""
+    recorder = Recorder()
+    recorder.pool(monkeypatch, 100)
+    with asides(torch.device("cuda")):
+        pass
+    with asides(torch.device("cuda"), allowed=False):
+        assert aside(lambda: 1, []) == 1
+    assert recorder.told == []
+
+
+def test_an_error_ends_what_is_aside(monkeypatch):
+    recorder = Recorder()
+    recorder.pool(monkeypatch, 100)
+    with pytest.raises(ZeroDivisionError), asides(torch.device("cuda")):
+        aside(lambda: 1, [])
+        aside(lambda: 1 // 0, [])
+    assert recorder.told[-1] == "here waits for aside" and streams._running is None
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("held", [0, 2**27])
+def test_gradients_made_aside_are_those_made_at_once(held, monkeypatch):
+    """To the bit, several times over: what is read aside may be used again too early, or a result read."""
+    pytest.importorskip("triton")
+    from qhyer.nn.hybrid import HybridDecoder
+
+    monkeypatch.setattr(streams, "HELD", held)
+    torch.manual_seed(0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    decoder = HybridDecoder(128, 3, 4, 0.1).to(device).train()
+    x = torch.randn(128, 59, 128, device=device)
+
+    def gradients(allowed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        decoder.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            h, _ = decoder(x, read=(3, 2))
+        with asides(device, allowed):
+            h.float().square().sum().backward()
+        return [parameter.grad for parameter in decoder.parameters() if parameter.grad is not None]
+
+    expected = [grad.clone() for grad in gradients(False)]
+    assert len(expected) == len(list(decoder.parameters()))
+    for _ in range(5):
+        assert all(torch.equal(*pair) for pair in zip(gradients(True), expected, strict=True))
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_what_was_begun_is_there_when_it_is_asked_for():
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.ones(2**22, device=device)
+    for _ in range(3):
+        started = begin("a test", lambda: [x.cumsum(0), x + 1.0], device)
+        busy = [torch.randn(512, 512, device=device) @ torch.randn(512, 512, device=device) for _ in range(5)]
+        total, more = started()
+        assert total[-1] == 2**22 and (more == 2.0).all() and len(busy) == 5
