@@ -9,6 +9,7 @@ from qhyer import streams
 from qhyer.streams import aside, asides, at_once, begin, fork, forked
 
 CPU = torch.device("cpu")
+ONE, TWO = torch.zeros(1), torch.zeros(1)  # parameters
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -24,8 +25,8 @@ def test_on_a_cpu_everything_is_done_in_its_turn():
     started = begin("one", lambda: note("f"), CPU)
     assert done == [*"abcdef"] and started() == started() == "f"
     with asides(CPU):
-        assert aside(lambda: note("g"), []) == "g" and done[-1] == "g"
-    assert at_once(lambda: note("h"), []) == "h"
+        assert aside(lambda: note("g"), [], ONE) == "g" and done[-1] == "g"
+    assert at_once(lambda: note("h"), [], ONE) == "h"
     assert forked("none", [], CPU) == []
 
 
@@ -75,13 +76,13 @@ def test_what_is_put_aside_is_waited_for_at_the_end(monkeypatch):
     recorder = Recorder()
     recorder.pool(monkeypatch, 100)
     with asides(torch.device("cuda")):
-        assert aside(lambda: 1, [torch.zeros(20)]) == 1  # 80 bytes
+        assert aside(lambda: 1, [torch.zeros(20)], ONE) == 1  # 80 bytes
         assert recorder.told == ["aside waits for here", "on aside"]
         with asides(torch.device("cuda")):  # one within another is the other's
-            assert aside(lambda: 2, [torch.zeros(20)]) == 2
+            assert aside(lambda: 2, [torch.zeros(20)], TWO) == 2
         assert recorder.told[2:] == ["aside waits for here", "on aside", "here waits for an event"]  # 160 > 100
     assert recorder.told[5:] == ["here waits for aside"]
-    assert aside(lambda: 3, []) == 3 and len(recorder.told) == 6
+    assert aside(lambda: 3, [], ONE) == 3 and len(recorder.told) == 6
 
 
 def test_nothing_aside_is_not_waited_for(monkeypatch):
@@ -91,16 +92,68 @@ def test_nothing_aside_is_not_waited_for(monkeypatch):
     with asides(torch.device("cuda")):
         pass
     with asides(torch.device("cuda"), allowed=False):
-        assert aside(lambda: 1, []) == 1
+        assert aside(lambda: 1, [], ONE) == 1
     assert recorder.told == []
+
+
+def test_a_parameter_that_is_used_again_waits(monkeypatch):
+    """Autograd adds the two gradients on this stream, before the end."""
+    recorder = Recorder()
+    recorder.pool(monkeypatch, 100)
+    with asides(torch.device("cuda")):
+        aside(lambda: 1, [], ONE)
+        del recorder.told[:]
+        assert aside(lambda: 2, [], ONE) == 2 and recorder.told == ["here waits for aside"]
+
+
+@pytest.mark.parametrize("backbone", ["hybrid", "attention", "mamba"])
+def test_autograd_reads_nothing_that_is_aside(backbone, monkeypatch):
+    """What is put aside as late as can be: until the end it is not a number, and still no gradient is lost."""
+    pytest.importorskip("triton")
+    from qhyer.nn import hybrid_triton, seam_triton
+    from qhyer.nn.hybrid import HybridDecoder
+
+    late: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def put(call, reads, of):
+        for result, value in late:  # what is aside sees what was
+            result.copy_(value)
+        value = call()
+        results = [value] if isinstance(value, torch.Tensor) else value
+        late.extend((result.detach(), result.clone()) for result in results)
+        for result, _ in late:
+            result.fill_(torch.nan)
+        return value
+
+    monkeypatch.setenv("QHYER_TRITON", "1" if torch.cuda.is_available() else "interpret")
+    torch.manual_seed(0)
+    decoder = HybridDecoder(32, 2, 2, 0.0, backbone, 4).train()
+    decoder = decoder.cuda() if torch.cuda.is_available() else decoder
+    x = torch.randn(2, 8, 32, device=next(decoder.parameters()).device)
+
+    def gradients() -> dict[str, torch.Tensor]:
+        decoder.zero_grad()
+        decoder(x, read=(3, 2))[0].square().sum().backward()
+        return {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+
+    expected = {name: grad.clone() for name, grad in gradients().items()}
+    monkeypatch.setattr(hybrid_triton, "aside", put)
+    monkeypatch.setattr(seam_triton, "aside", put)
+    found = gradients()
+    assert late
+    for result, value in late:
+        result.copy_(value)
+    assert found.keys() == expected.keys() == dict(decoder.named_parameters()).keys()
+    for name, grad in found.items():
+        assert torch.equal(grad, expected[name]), name
 
 
 def test_an_error_ends_what_is_aside(monkeypatch):
     recorder = Recorder()
     recorder.pool(monkeypatch, 100)
     with pytest.raises(ZeroDivisionError), asides(torch.device("cuda")):
-        aside(lambda: 1, [])
-        aside(lambda: 1 // 0, [])
+        aside(lambda: 1, [], ONE)
+        aside(lambda: 1 // 0, [], TWO)
     assert recorder.told[-1] == "here waits for aside" and streams._running is None
 
 

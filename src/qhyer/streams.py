@@ -46,7 +46,7 @@ def _tensors(value: Any) -> Iterable[Tensor]:
         yield value
     elif isinstance(value, dict):
         yield from _tensors(tuple(value.values()))
-    elif isinstance(value, Iterable) and not isinstance(value, str):
+    elif isinstance(value, Iterable) and not isinstance(value, (str, Iterator)):
         for item in value:
             yield from _tensors(item)
 
@@ -87,11 +87,11 @@ def _report(value: Any, reader: torch.cuda.Stream) -> None:
 def fork(
     name: str, first: Callable[[], First], second: Callable[[], Second], device: torch.device
 ) -> tuple[First, Second]:
-    """`concurrently` inside one operation, forward or backward, where autograd does not look.
+    """`concurrently` where autograd does not look: inside one operation, forward or backward, or without gradient.
 
-    What `first` reads need not be reported to the allocator: the two meet again before it is given back. Nor what it
-    makes while a graph is captured, which has its memory to itself (and would not use reported memory again): its
-    stream begins by waiting for this one. Elsewhere torch may have given that stream to somebody else, too.
+    What `first` reads need not be reported to the allocator: whoever calls holds it until the two have met again. Nor
+    what it makes while a graph is captured, which has its memory to itself (and would not use reported memory again):
+    its stream begins by waiting for this one. Elsewhere torch may have given that stream to somebody else, too.
     """
     if device.type != "cuda":
         return first(), second()
@@ -168,11 +168,14 @@ class _Asides:
         self.stream = _beside(device, self.home.cuda_stream, "asides")
         self.reads: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
         self.held = 0
-        self.used = False
+        self.seen: set[int] = set()  # parameters, by their place
 
-    def run(self, call: Callable[[], First], reads: Iterable[Tensor]) -> First:
-        self.used = True
+    def run(self, call: Callable[[], First], reads: Iterable[Tensor], of: Tensor) -> First:
         here = torch.cuda.current_stream(self.stream.device)
+        if of.data_ptr() in self.seen:
+            here.wait_stream(self.stream)
+            return call()
+        self.seen.add(of.data_ptr())
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
             value = call()
@@ -193,8 +196,9 @@ _running: _Asides | None = None
 
 @contextlib.contextmanager
 def asides(device: torch.device, allowed: bool = True) -> Iterator[None]:
-    """For a backward pass after which nobody reads a gradient of a parameter before this has ended. Not where they are
-    read on their way: by a compiled pass, or where they are added to those of an earlier one."""
+    """For a backward pass of which nobody reads a gradient of a parameter before this has ended. Not where they are
+    read on their way: by a compiled pass, or where they are added to those of an earlier one. One pass at a time in a
+    process, as trainings take turns (`Lane`): autograd's own threads must see it."""
     global _running
     if device.type != "cuda" or not allowed or _running is not None:
         yield
@@ -204,19 +208,21 @@ def asides(device: torch.device, allowed: bool = True) -> Iterator[None]:
         yield
     finally:
         _running = None
-        if running.used:  # else a capture knows nothing of that stream, and may not wait for it
+        if running.seen:  # else a capture knows nothing of that stream, and may not wait for it
             running.home.wait_stream(running.stream)
 
 
-Put = Callable[[Callable[[], Any], Sequence[Tensor]], Any]
-"""`aside` or `at_once`: what a function does with sums that only its caller's caller wants"""
+Put = Callable[[Callable[[], Any], Sequence[Tensor], Tensor], Any]
+"""`aside` or `at_once`: what a function does with its sums, of which it cannot tell whether they are gradients of
+parameters themselves, or (as that of A = -exp(A_log)) go on through autograd"""
 
 
-def at_once(call: Callable[[], First], reads: Iterable[Tensor]) -> First:
+def at_once(call: Callable[[], First], reads: Iterable[Tensor], of: Tensor) -> First:
     return call()
 
 
-def aside(call: Callable[[], First], reads: Iterable[Tensor]) -> First:
-    """The gradients of parameters that `call` makes of `reads`, which nobody changes: at once, or within `asides` at
-    some time before it ends."""
-    return call() if _running is None else _running.run(call, reads)
+def aside(call: Callable[[], First], reads: Iterable[Tensor], of: Tensor) -> First:
+    """What `call` makes of `reads`, which nobody changes, at once, or within `asides` at some time before it ends: the
+    gradient `of` a parameter, in its dtype and order, and perhaps of others that are used with it. If that is used
+    twice in a pass, autograd adds its gradients before the end: the second waits for the first."""
+    return call() if _running is None else _running.run(call, reads, of)

@@ -130,19 +130,19 @@ class Update:
         drawn = self.sampler.sample(self.stage.batch_size)
         loss, metrics = self._loss(self.loss, distributed.share(drawn))
         self.drop_gradients()
-        with asides(self.device, not self.fused):
+        with asides(self.device, self.fused != "compiled"):
             loss.backward(torch.ones_like(loss))
         distributed.average_gradients(p for parameters in self.parameters for p in parameters)
-        fused = [step.suits() for step in self.steps]
+        ours = [step.suits() for step in self.steps]
         stacked = loss.dim() > 0
         norms = forked(
-            "optimizers", [partial(self._norm, i, ours, stacked) for i, ours in enumerate(fused)], self.device
+            "optimizers", [partial(self._norm, i, each, stacked) for i, each in enumerate(ours)], self.device
         )
         norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm(dim=0)
         values = {"loss": loss, **metrics, "grad_norm": norm}
         self.names, means = list(values), torch.stack([value.detach() for value in values.values()], dim=-1)
         means = distributed.mean(means)  # (M,), (S, M)
-        steps = [partial(self._step, i, ours, None if stacked else norms[i]) for i, ours in enumerate(fused)]
+        steps = [partial(self._step, i, each, None if stacked else norms[i]) for i, each in enumerate(ours)]
         fork(  # no two optimisers share a parameter, and what is recorded is none
             "records",
             partial(self._record, drawn, means),

@@ -179,7 +179,7 @@ def norm_inputs(rows: int, width: int, dtype: torch.dtype = torch.float32) -> di
 
 @pytest.mark.parametrize("rows, width", [(1, 16), (7, 100), (33, 48), (9, 300), (33, 64)])
 def test_norm_silu_equals_plain_torch(rows, width, monkeypatch):
-    monkeypatch.setattr(flow_triton, "PROGRAMS", 1)
+    monkeypatch.setattr(flow_triton, "SILU_PROGRAMS", 1)
     by = norm_inputs(rows, width)
     double = {name: t.detach().double().requires_grad_() for name, t in by.items()}
     ours = norm_silu(**by, eps=1e-6, out_dtype=torch.float32)

@@ -130,7 +130,7 @@ READS = [
 
 @pytest.mark.parametrize("windows, read", READS)
 def test_seam_of_the_rows_that_are_read(windows, read, monkeypatch):
-    monkeypatch.setattr(seam_module, "WARPS", 3)
+    monkeypatch.setattr(seam_module, "SEAM_WARPS", 3)
     for pieces in ("y", "y bias mix"):
         check_read(arguments(windows * read[0], 48, pieces), read)
 
@@ -138,7 +138,7 @@ def test_seam_of_the_rows_that_are_read(windows, read, monkeypatch):
 @pytest.mark.parametrize("pieces", ["y bias", "y mix", "y bias mix gate"])
 @pytest.mark.parametrize("width", [16, 100, 260])
 def test_dropout_of_the_rows_that_are_read(width, pieces, monkeypatch):
-    monkeypatch.setattr(seam_module, "WARPS", 3)
+    monkeypatch.setattr(seam_module, "SEAM_WARPS", 3)
     check_read(arguments(33, width, pieces), (11, 3, 2), drop=0.3)
 
 
@@ -178,7 +178,7 @@ def test_seam_in_bfloat16(pieces):
 
 def test_seam_walks_through_many_rows(monkeypatch):
     """Programs of more than one step, the last not full, and a width of several warps."""
-    monkeypatch.setattr(seam_module, "WARPS", 3)
+    monkeypatch.setattr(seam_module, "SEAM_WARPS", 3)
     check(arguments(33, 64, "y bias mix gate"))
     check(arguments(9, 260, "y bias gate"))
 

@@ -44,7 +44,7 @@ Q_SCALE_FLOOR = 1e-3  # Unspecified in the paper: delta of its normalisation
 RIVALS = {"cvae": cvae.given_context, "contrastive": contrastive.given_context}  # of the flow, in the ablation
 
 
-def fused(*values: Tensor) -> ModuleType | None:
+def loss_kernels(*values: Tensor) -> ModuleType | None:
     """The kernels for what lies between networks and losses, where they can take these values, else None. Where
     processes share a batch its sums are over all of them: the plain code's."""
     if kernels(values[0]) is None or distributed.active():
@@ -357,7 +357,7 @@ class QHyer(Agent):
         goals = self.goal_coordinates(batch["goals"])[:, None].expand(-1, observations.shape[1], -1)
         q = self.log_density(observations, actions, goals)  # (B, K)
         if self.training:
-            if config.q_normalization == "scale" and (kernel := fused(q)) is not None:  # what follows, as one
+            if config.q_normalization == "scale" and (kernel := loss_kernels(q)) is not None:  # what follows, as one
                 running = self.q_shift, self.q_scale, self.q_seen
                 return kernel.normalized(q, batch["valid"], *running, Q_SCALE_RATE, Q_SCALE_FLOOR)
             share = losses.shares(batch["valid"])
@@ -426,7 +426,7 @@ class QHyer(Agent):
         usual = (config.action_head, config.regression) == ("gaussian", "expectile")
         if usual and q is not None and q_hat is not None:
             values = mean, batch["actions"], q_hat, q
-            if (kernel := fused(*values)) is not None:  # what follows, as two
+            if (kernel := loss_kernels(*values)) is not None:  # what follows, as two
                 bc, regression, beside = kernel.actor_losses(*values, batch["valid"], config.expectile)
                 return bc, regression, self._actor_metrics(bc, regression, *beside)
         share = losses.shares(batch["valid"])

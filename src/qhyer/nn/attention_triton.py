@@ -182,7 +182,7 @@ def backward(
         1.0 / math.sqrt(width), drop, *qkv.stride()[:2], *do.stride()[:2], *dqkv.stride()[:2], BIAS=bias is not None,
         DROP=drop > 0.0, **launch,
     )  # fmt: skip
-    return put(lambda: total(dbias), [dbias])
+    return put(lambda: total(dbias), [dbias], qkv if bias is None else bias)
 
 
 @torch.library.custom_op("qhyer::short_attention", mutates_args=())

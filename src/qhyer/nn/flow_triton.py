@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from qhyer.nn.flow import ConditionalRealNVP
 
 PROGRAMS = 2 * 132  # of a backward launch, per network: two on every multiprocessor of an H200, each with partial sums
-SILU_PROGRAMS = 132
+SILU_PROGRAMS = 132  # of the encoder's, once or twice, by their warps
 SLOPE = tl.constexpr(0.01)  # of LeakyReLU
 EPS = tl.constexpr(1e-5)  # of the flow's norms
 

@@ -1,10 +1,9 @@
 """The hybrid decoder's training pass on CUDA, with everything between its matrix products fused.
 
 Between two products stands one kernel: `seam` (bias, mixing by the gate, dropout, residual, LayerNorm, the next gate),
-attention, and Mamba's convolution and scan; GELU is part of a product (`gelu_products_triton`). Biases are added, and
-their gradients summed, by the kernel that reads the product. The residual stream is float32, what enters a product has
-its dtype (bfloat16 under autocast). Same function as `HybridDecoder.forward`, which is the reference; tests compare
-values and gradients.
+attention, `bias_gelu`, and Mamba's convolution and scan. Biases are added, and their gradients summed, by the kernel
+that reads the product. The residual stream is float32, what enters a product has its dtype (bfloat16 under autocast).
+Same function as `HybridDecoder.forward`, which is the reference; tests compare values and gradients.
 
 A block's branches are one operation, `branches`, with a backward written out. Queries, keys, values, x and z are
 columns of one product; their gradients are written into columns of one matrix, so that the gradient of h, and that of
@@ -47,9 +46,9 @@ def fits(decoder: HybridDecoder, length: int, dtype: torch.dtype) -> bool:
     return length <= MAX_LENGTH and head <= 128 and shared_bytes(length, head, dtype) <= room
 
 
-def _weight(grad: Tensor, x: Tensor) -> Tensor:
+def _weight(grad: Tensor, x: Tensor, of: Tensor) -> Tensor:
     """A weight's gradient, put aside."""
-    return aside(lambda: weight_gradient(grad, x), (grad, x))
+    return aside(lambda: weight_gradient(grad, x), (grad, x), of)
 
 
 class _Middle(torch.autograd.Function):
@@ -64,17 +63,17 @@ class _Middle(torch.autograd.Function):
         ctx: Any, h: Tensor, up: Tensor, bias: Tensor, down: Tensor, up_low: Tensor, down_low: Tensor
     ) -> Tensor:
         u = h @ up_low.t()
-        ctx.save_for_backward(h, u, bias, up_low, down_low)
+        ctx.save_for_backward(h, u, bias, up, down, up_low, down_low)
         return bias_gelu(u, bias) @ down_low.t()
 
     @staticmethod
     @once_differentiable  # the low weights are apart from those they are made of
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
-        h, u, bias, up_low, down_low = ctx.saved_tensors
+        h, u, bias, up, down, up_low, down_low = ctx.saved_tensors
         du, dbias, y = bias_gelu_backward(u, bias, grad @ down_low, True)
-        ddown = _weight(grad, y)
-        del y  # the widest there is: its memory serves what follows
-        return du @ up_low, _weight(du, h), dbias.to(bias.dtype), ddown, None, None
+        ddown = _weight(grad, y, down)
+        del y  # the widest there is
+        return du @ up_low, _weight(du, h, up), dbias.to(bias.dtype), ddown, None, None
 
 
 class _Weights:
@@ -214,10 +213,10 @@ def branches_backward(
         grad, o = grads[0], kept[1]
         do = (grad @ low[1]).view(batch, -1, o.shape[1])
         dbias = attending.backward(qkv, attention[1], heads, drop, seed, do, dqkv, aside)
-        return [dbias, _weight(grad, o)]
+        return [dbias, _weight(grad, o, attention[2])]
 
     def scan() -> list[Tensor]:
-        _, conv_weight, conv_bias, _, _, bias, _, D, _ = mamba
+        _, conv_weight, conv_bias, *of, bias, A_log, D, of_out = mamba
         x_proj, dt_proj, out_proj, A = low[-4:]
         grad, (u, selected, dt, y) = grads[-1], kept[-4:]
         rank, inside = dt_proj.shape[1], x.shape
@@ -234,11 +233,13 @@ def branches_backward(
         du.view(-1, inside[-1]).addmm_(dselected, x_proj)  # u is read by x_proj and by the scan
         dconv = scanning.conv_backward(x, conv_weight, conv_bias, du, 0, dx, aside)
         dA, dvector = scanning.of_parameters(sums, inside[-1])
-        dA_log = aside(lambda: torch.mul(dA, A, out=torch.empty_like(A)), [dA, A])
-        return [*dconv, _weight(dselected, u), _weight(ddt, delta), dvector, dA_log, _weight(grad, y)]
+        dA_log = aside(lambda: torch.mul(dA, A, out=torch.empty_like(A)), [dA, A], A_log)
+        weights = (_weight(*each) for each in ((dselected, u, of[0]), (ddt, delta, of[1]), (grad, y, of_out)))
+        dx_proj, ddt_proj, dout = weights
+        return [*dconv, dx_proj, ddt_proj, dvector, dA_log, dout]
 
     one, two = _either(attend if attention else None, scan if mamba else None, h.device)
-    return [dprojected @ low[0], _weight(dprojected, h), *one, *two]
+    return [dprojected @ low[0], _weight(dprojected, h, (attention or mamba)[0]), *one, *two]
 
 
 @branches_backward.register_fake

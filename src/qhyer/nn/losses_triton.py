@@ -8,8 +8,8 @@ compute. With v what is valid and n = max(sum v, 1),
     scale      the running mean of |Q - shift|, moved by this batch's, and Q normalised with it
     normal     log N(z; 0, I) + log|det|, what a flow's density ends with
 
-The actor's sums leave every program as a row of partial sums that a second kernel adds; all others are of one program:
-a fixed order and no atomics, so that the same inputs give the same bits. The actor's backward computes errors again
+The actor's sums leave every program as partial sums that a second kernel adds, the scale's are of one program: a fixed
+order and no atomics, so that the same inputs give the same bits. The actor's backward computes errors again
 instead of keeping them, and reads the gradients of the two losses on the device.
 
 Everything is float32. Importing qhyer does not import this module.

@@ -107,4 +107,4 @@ def backward(
     )  # fmt: skip
     if blocks > 1:
         total(parts, dBC)
-    return dx, ddt, put(lambda: total(dparameter), [dparameter])
+    return dx, ddt, put(lambda: total(dparameter), [dparameter], D)

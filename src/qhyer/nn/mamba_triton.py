@@ -397,7 +397,7 @@ def scan_backward(
         STATE=state is not None, DLAST=dlast is not None, num_warps=1,
     )  # fmt: skip
     total(parts, dBC)
-    sums = put(lambda: total(dparameter), [dparameter])  # (N + 2, E); by hand all in one row
+    sums = put(lambda: total(dparameter), [dparameter], D)  # (N + 2, E); by hand all in one row
     return dx, ddt, sums, dstate if state is None else dstate.mT
 
 
@@ -527,7 +527,7 @@ def conv_backward(
         *dweight, dbias = total(dparameter.flatten(0, 1))
         return torch.stack(dweight, -1), dbias.clone()  # as the parameters lie in memory, and no two of one
 
-    return put(sums, [dparameter])
+    return put(sums, [dparameter], weight)
 
 
 @torch.library.custom_op("qhyer::conv_silu", mutates_args=())

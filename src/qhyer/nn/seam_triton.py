@@ -42,8 +42,8 @@ from qhyer.nn.total_triton import share
 from qhyer.nn.total_triton import total as _total
 from qhyer.streams import aside
 
-WARPS = 8 * 132  # of one backward launch: 8 on every multiprocessor of an H200, each leaving a row of partial sums
-SEAM_WARPS = 12 * 132
+SEAM_WARPS = 12 * 132  # of one backward launch: 12 on every multiprocessor of an H200, each leaving partial sums
+WARPS = 8 * 132  # of GELU's, and of column sums
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -443,7 +443,7 @@ def seam_backward(
         ADD=y_dtype is not None, BIAS=biased, MIX=y2 is not None, GATE=gate, DROP=drop > 0.0,
         DX=dx_out is not None, DH=dh is not None, **_reading(read),
     )  # fmt: skip
-    return dx, dy, dy2, dalpha, aside(lambda: _total(partial), [partial])
+    return dx, dy, dy2, dalpha, aside(lambda: _total(partial), [partial], norm_weight)
 
 
 @seam_backward.register_fake
@@ -548,7 +548,7 @@ def bias_gelu_backward(u: Tensor, bias: Tensor, dy: Tensor, again: bool) -> tupl
     _gelu_backward_kernel[(blocks, programs)](
         u, bias, dy, du, y if again else du, partial, rows, width, steps, AGAIN=again, **tile
     )
-    return du, aside(lambda: _total(partial), [partial]), y
+    return du, aside(lambda: _total(partial), [partial], bias), y
 
 
 @bias_gelu_backward.register_fake
