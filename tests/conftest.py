@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,17 @@ SMALL: dict[str, Any] = dict(
     warmup=0,
 )
 """Sizes for tests, by field name; an agent takes those it has. Fields not named here: see `tiny_config`."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Files are whole after a kill without it, and no test pulls the plug: `fsync` was a quarter of the suite's time.
+
+    `test_checkpoint.py` has its own, which leaves it on; processes that tests start have it too.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # a handle that is not open is refused as before
+        yield
 
 
 def make_tiny_config(agent: str, **overrides: Any) -> AgentConfig:
