@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from qhyer import agents, runs
+from qhyer import agents, rollout, runs
 from qhyer.agent import Agent, AgentConfig
 from qhyer.data.episodes import Episodes
 
@@ -47,6 +48,20 @@ def no_waiting_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # a handle that is not open is refused as before
         yield
+
+
+@pytest.fixture(scope="session")
+def looks() -> Callable[..., rollout.About]:
+    return functools.cache(rollout.check)
+
+
+@pytest.fixture
+def looked_at_once(looks, monkeypatch) -> None:
+    """The process that looks at an environment before a training is started for its first training alone.
+
+    For tests about something else: `test_own_environment.py` has it start for each.
+    """
+    monkeypatch.setattr(rollout, "check", looks)
 
 
 def make_tiny_config(agent: str, **overrides: Any) -> AgentConfig:

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -193,7 +194,7 @@ def test_sigterm_ends_the_command_cleanly(mine):
     process = subprocess.Popen([*command, "--log-every", "1"], stdout=subprocess.PIPE, text=True, cwd=mine.parent)
     metrics = mine.parent / "run" / "metrics.jsonl"
     while not metrics.exists() and process.poll() is None:
-        pass
+        time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == cli.STOPPED and "saved update" in output and "--resume continues" in output
