@@ -14,6 +14,7 @@ import pytest
 from qhyer import cli
 
 TINY = ["--agent.hidden", "16", "16", "--agent.batch-size", "8", "--device", "cpu"]
+pytestmark = pytest.mark.usefixtures("looked_at_once")
 
 
 def call(*arguments: str) -> int:

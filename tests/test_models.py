@@ -21,6 +21,7 @@ from qhyer.train import TrainConfig, train
 
 MAZE = "pointmaze-medium-v0"
 FEW = EvalConfig(episodes=1, tasks=(1, 3), shard=2)
+pytestmark = pytest.mark.usefixtures("looked_at_once")
 
 
 def make_run(folder: Path, name: str, tiny_config, **overrides) -> Path:

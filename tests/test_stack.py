@@ -87,7 +87,7 @@ def test_the_same_runs_as_alone(name, changes, tiny_config, point_world, tmp_pat
 @pytest.mark.parametrize("name", ["crl", "eik_hiqrl", "gcivl", "gciql", "hiql", "ota", "qrl", "saw", "trl"])
 def test_with_kernels(name, tiny_config, point_world, tmp_path, monkeypatch):
     """Triton's, in its interpreter: a seed is a member more."""
-    config = tiny_config(name, steps=3)
+    config = tiny_config(name, steps=2)
     monkeypatch.setenv("QHYER_TRITON", "0")
     others = [alone(name, config, seed, tmp_path / f"alone{seed}", episodes=point_world) for seed in (0, 1)]
     monkeypatch.setenv("QHYER_TRITON", "1" if torch.cuda.is_available() else "interpret")
