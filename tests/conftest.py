@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from qhyer import agents, runs
+from qhyer import agents, rollout, runs
 from qhyer.agent import Agent, AgentConfig
 from qhyer.data.episodes import Episodes
 
@@ -36,6 +37,31 @@ SMALL: dict[str, Any] = dict(
     warmup=0,
 )
 """Sizes for tests, by field name; an agent takes those it has. Fields not named here: see `tiny_config`."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Files are whole after a kill without it, and no test pulls the plug: `fsync` was a quarter of the suite's time.
+
+    `test_checkpoint.py` has its own, which leaves it on; processes that tests start have it too.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # a handle that is not open is refused as before
+        yield
+
+
+@pytest.fixture(scope="session")
+def looks() -> Callable[..., rollout.About]:
+    return functools.cache(rollout.check)
+
+
+@pytest.fixture
+def looked_at_once(looks, monkeypatch) -> None:
+    """The process that looks at an environment before a training is started for its first training alone.
+
+    For tests about something else: `test_own_environment.py` has it start for each.
+    """
+    monkeypatch.setattr(rollout, "check", looks)
 
 
 def make_tiny_config(agent: str, **overrides: Any) -> AgentConfig:

@@ -17,6 +17,11 @@ from qhyer import checkpoint, storage
 from qhyer.errors import CorruptFile, UserError
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting_for_the_disk() -> None:
+    """In place of conftest's: here files go to the disk."""
+
+
 def state(step: int = 1) -> tuple[dict, dict, dict]:
     g = torch.Generator().manual_seed(step)
     agent = {"weight": torch.randn(8, 4, generator=g), "scale": torch.tensor(float(step))}

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from qhyer import cli
 
 TINY = ["--agent.hidden", "16", "16", "--agent.batch-size", "8", "--device", "cpu"]
+pytestmark = pytest.mark.usefixtures("looked_at_once")
 
 
 def call(*arguments: str) -> int:
@@ -193,7 +195,7 @@ def test_sigterm_ends_the_command_cleanly(mine):
     process = subprocess.Popen([*command, "--log-every", "1"], stdout=subprocess.PIPE, text=True, cwd=mine.parent)
     metrics = mine.parent / "run" / "metrics.jsonl"
     while not metrics.exists() and process.poll() is None:
-        pass
+        time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == cli.STOPPED and "saved update" in output and "--resume continues" in output

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from qhyer import checkpoint, distributed, losses, runs
+from qhyer import checkpoint, cli, distributed, losses, runs
 from qhyer.errors import UserError
 
 SIZES = dict(
@@ -32,6 +32,7 @@ SIZES = dict(
     q_normalization="standardize",
 )
 STILL = dict(dropout=0.0, flow_noise=0.0)  # noise differs between processes
+AGENTS = {"qhyer": SIZES | STILL, "gcbc": dict(batch_size=8)}
 
 
 def command(agent: str, out: str, *more: object, **sizes) -> list[str]:
@@ -54,8 +55,15 @@ def call(arguments: list[str], cwd: Path) -> str:
     return ended.stdout
 
 
-@pytest.fixture
-def short(tmp_path) -> Path:
+def alone(arguments: list[str], cwd: Path) -> None:
+    """The same command in this process."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.chdir(cwd)
+        cli.main(arguments[2:])
+    assert not ended.value.code
+
+
+def write_data(folder: Path) -> Path:
     """Episodes of 3 to 12 rows, many shorter than the context of 6: shares differ in how much of them is padding."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(3, 13, size=40)
@@ -63,8 +71,22 @@ def short(tmp_path) -> Path:
     ends[np.cumsum(lengths) - 1] = True
     rows = np.cumsum(rng.normal(size=(len(ends), 3)), 0).astype(np.float32)
     actions = rng.uniform(-1, 1, (len(ends), 2))
-    np.savez(tmp_path / "short.npz", observations=rows, actions=actions, terminals=ends, goal_indices=np.array([0, 1]))
-    return tmp_path
+    np.savez(folder / "short.npz", observations=rows, actions=actions, terminals=ends, goal_indices=np.array([0, 1]))
+    return folder
+
+
+@pytest.fixture
+def short(tmp_path) -> Path:
+    return write_data(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[str, Path]:
+    """Twelve updates by one process, of each agent."""
+    folder = write_data(tmp_path_factory.mktemp("whole"))
+    for agent, sizes in AGENTS.items():
+        alone(command(agent, agent, "--steps", 12, **sizes), folder)
+    return {agent: folder / agent for agent in AGENTS}
 
 
 def lines(run: Path) -> list[dict]:
@@ -85,32 +107,30 @@ def assert_close(one: Path, two: Path, updates: int) -> None:
     assert torch.equal(first.training["rng/sampler"], second.training["rng/sampler"])
 
 
-@pytest.mark.parametrize(
-    "agent, sizes", [("qhyer", SIZES | STILL), ("gcbc", dict(batch_size=8))], ids=["qhyer", "gcbc"]
-)
-def test_two_processes_are_one(agent, sizes, short):
+@pytest.mark.parametrize("agent", AGENTS)
+def test_two_processes_are_one(agent, whole, short):
     """Twelve updates: losses, gradient norms, metrics, weights and running statistics."""
-    call([sys.executable, *command(agent, "one", "--steps", 12, **sizes)], short)
-    said = call(torchrun(*command(agent, "two", "--steps", 12, **sizes)), short)
-    assert_close(short / "one", short / "two", updates=12)
+    said = call(torchrun(*command(agent, "two", "--steps", 12, **AGENTS[agent])), short)
+    assert_close(whole[agent], short / "two", updates=12)
     assert said.count("run: two") == 1  # one of them speaks
     timings = [json.loads(line) for line in (short / "two" / "timings.jsonl").read_text().splitlines()]
     assert {line["processes"] for line in timings} == {2}
-    assert runs.read(short / "two")["config"] == runs.read(short / "one")["config"]
+    assert runs.read(short / "two")["config"] == runs.read(whole[agent])["config"]
 
 
 @pytest.mark.parametrize("first", ["two", pytest.param("one", marks=pytest.mark.slow)])
-def test_a_run_goes_on_with_more_or_fewer_processes(first, short):
+def test_a_run_goes_on_with_more_or_fewer_processes(first, whole, short):
     """Six updates by two processes, a stop, then six by one; and the other way round."""
     (short / "stop_at_6.py").write_text(STOP)
-    whole = command("qhyer", "whole", "--steps", 12, **SIZES, **STILL)
-    begin = ["stop_at_6.py", *command("qhyer", "parts", "--steps", 12, **SIZES, **STILL)[2:]]
-    go_on = command("qhyer", "parts", "--steps", 12, "--resume", **SIZES, **STILL)
-    call([sys.executable, *whole], short)
+    begin = ["stop_at_6.py", *command("qhyer", "parts", "--steps", 12, **AGENTS["qhyer"])[2:]]
+    go_on = command("qhyer", "parts", "--steps", 12, "--resume", **AGENTS["qhyer"])
     call(torchrun(*begin) if first == "two" else [sys.executable, *begin], short)
     assert checkpoint.steps(short / "parts" / "checkpoints")[-1] == 6
-    call([sys.executable, *go_on] if first == "two" else torchrun(*go_on), short)
-    assert_close(short / "whole", short / "parts", updates=12)
+    if first == "two":
+        alone(go_on, short)
+    else:
+        call(torchrun(*go_on), short)
+    assert_close(whole["qhyer"], short / "parts", updates=12)
 
 
 STOP = """
@@ -148,7 +168,7 @@ def test_processes_that_see_different_files_are_told(short):
     """A run that only the first can see would be continued by one and begun anew by the other."""
     (short / "elsewhere").mkdir()
     (short / "apart.py").write_text(APART)
-    call([sys.executable, *command("gcbc", "run", "--steps", 4, batch_size=8)], short)
+    alone(command("gcbc", "run", "--steps", 4, batch_size=8), short)
     arrays = dict(np.load(short / "short.npz"))
     for scale, expected in ((1.0, "see different checkpoints in run"), (0.5, "read different data")):
         np.savez(short / "elsewhere" / "short.npz", **{**arrays, "actions": scale * arrays["actions"]})

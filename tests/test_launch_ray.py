@@ -178,16 +178,25 @@ def die_in_training(job: sweep.CellJob) -> sweep.CellResult:
         training.train = original
 
 
-@pytest.fixture
-def expected(maze, tmp_path, monkeypatch) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def expected(maze, tmp_path_factory) -> list[dict[str, Any]]:
     """What the small sweep comes to on this machine alone."""
+    folder = tmp_path_factory.mktemp("local")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("QHYER_DATA", str(maze))
+        path = write(folder / "local.toml", TINY.format(out="local"))
+        assert call("sweep", path) == 0
+        return [contents(cell.folder) for cell in manifest.read(path)]
+
+
+@pytest.fixture
+def here(maze, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QHYER_DATA", str(maze))
-    path = write(tmp_path / "local.toml", TINY.format(out="local"))
-    assert call("sweep", path) == 0
-    return [contents(cell.folder) for cell in manifest.read(path)]
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("shared", [False, True], ids=["files travel", "shared folder"])
 def test_a_sweep_with_a_lost_worker_comes_to_the_same(cluster, expected, tmp_path, monkeypatch, capsys, shared):
     path = write(tmp_path / "there.toml", TINY.format(out="there"))
@@ -205,6 +214,7 @@ def test_a_sweep_with_a_lost_worker_comes_to_the_same(cluster, expected, tmp_pat
     assert {item.name for item in cells[0].folder.parent.iterdir()} == {cell.folder.name for cell in cells}
 
 
+@pytest.mark.usefixtures("here")
 def test_an_unfinished_run_goes_on_there_and_failures_come_back(cluster, expected, tmp_path, monkeypatch, capsys):
     text = TINY.format(out="there").replace("seeds = [0, 1]", "seeds = [0]")
     path = write(tmp_path / "there.toml", text + "eval = false\n")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from qhyer import agents, models, runs
+from qhyer import agents, envs, models, runs
 from qhyer.config import from_dict
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import CorruptFile, UserError
@@ -21,6 +23,7 @@ from qhyer.train import TrainConfig, train
 
 MAZE = "pointmaze-medium-v0"
 FEW = EvalConfig(episodes=1, tasks=(1, 3), shard=2)
+pytestmark = pytest.mark.usefixtures("looked_at_once")
 
 
 def make_run(folder: Path, name: str, tiny_config, **overrides) -> Path:
@@ -44,6 +47,15 @@ def make_run(folder: Path, name: str, tiny_config, **overrides) -> Path:
         preset="paper",
         quiet=True,
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_episodes() -> Iterator[None]:
+    """Real environments, cut after 50 steps: a policy that goes another way has gone it by then."""
+    make, limit = envs.make, gymnasium.wrappers.TimeLimit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(envs, "make", lambda environment: limit(make(environment), 50))
+        yield
 
 
 @pytest.fixture(scope="module")

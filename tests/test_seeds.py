@@ -6,11 +6,13 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from test_cli import call
 from test_train import CPU, TwoStages, assert_same, data_file, two_stages  # noqa: F401
 
 from qhyer import agents, checkpoint, runs
@@ -132,22 +134,22 @@ def test_the_bar_shows_the_mean_of_the_seeds(tiny_config, point_world, tmp_path,
 TINY = ["--agent.hidden", "16", "16", "--agent.batch-size", "8", "--device", "cpu"]
 
 
-def qhyer(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "qhyer", *arguments], cwd=cwd, capture_output=True, text=True, timeout=180
-    )
-
-
-def test_command_line(data_file, tmp_path):  # noqa: F811
+def test_command_line(data_file, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
     command = ["train", "gcbc", data_file.name, "--steps", "4", *TINY]
-    ended = qhyer(*command, "--seeds", "0", "2", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    names = [Path(line.removeprefix("run: ")).name for line in ended.stdout.splitlines() if line.startswith("run: ")]
+    assert call(*command, "--seeds", "0", "2") == 0
+    said = capsys.readouterr().out.splitlines()
+    names = [Path(line.removeprefix("run: ")).name for line in said if line.startswith("run: ")]
     assert [name.split("-")[2] for name in names] == ["s0", "s2"]
-    assert "nothing to do" in qhyer(*command, "--seed", "2", cwd=tmp_path).stdout  # the same run as alone
-    assert "either --seed or --seeds" in qhyer(*command, "--seeds", "0", "1", "--seed", "0", cwd=tmp_path).stderr
-    assert "each seed once" in qhyer(*command, "--seeds", "1", "1", cwd=tmp_path).stderr
-    assert "--seeds needs at least one" in qhyer(*command, "--seeds", cwd=tmp_path).stderr
+    assert call(*command, "--seed", "2") == 0
+    assert "nothing to do" in capsys.readouterr().out  # the same run as alone
+    for options, words in (
+        (["--seeds", "0", "1", "--seed", "0"], "either --seed or --seeds"),
+        (["--seeds", "1", "1"], "each seed once"),
+        (["--seeds"], "--seeds needs at least one"),
+    ):
+        assert call(*command, *options) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_sigterm_saves_all(data_file, tmp_path):  # noqa: F811
@@ -156,7 +158,7 @@ def test_sigterm_saves_all(data_file, tmp_path):  # noqa: F811
         [sys.executable, "-m", "qhyer", *command, "--log-every", "1"], stdout=subprocess.PIPE, text=True, cwd=tmp_path
     )
     while not (tmp_path / "runs" / "s1" / "metrics.jsonl").exists() and process.poll() is None:
-        pass
+        time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=180)
     reached = [checkpoint.steps(tmp_path / "runs" / f"s{seed}" / "checkpoints")[-1] for seed in (0, 1)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_seeds import qhyer
+from test_cli import call
 from test_train import CPU, assert_same, contents, data_file  # noqa: F401
 
 from qhyer import agents, checkpoint, runs
@@ -87,7 +87,7 @@ def test_the_same_runs_as_alone(name, changes, tiny_config, point_world, tmp_pat
 @pytest.mark.parametrize("name", ["crl", "eik_hiqrl", "gcivl", "gciql", "hiql", "ota", "qrl", "saw", "trl"])
 def test_with_kernels(name, tiny_config, point_world, tmp_path, monkeypatch):
     """Triton's, in its interpreter: a seed is a member more."""
-    config = tiny_config(name, steps=3)
+    config = tiny_config(name, steps=2)
     monkeypatch.setenv("QHYER_TRITON", "0")
     others = [alone(name, config, seed, tmp_path / f"alone{seed}", episodes=point_world) for seed in (0, 1)]
     monkeypatch.setenv("QHYER_TRITON", "1" if torch.cuda.is_available() else "interpret")
@@ -215,8 +215,10 @@ def test_each_seed_draws_its_own_batches(name, changes, tiny_agent, point_world)
     assert all(torch.equal(a.get_state(), b.get_state()) for a, b in zip(ours, theirs))
 
 
-def test_command_line(data_file, tmp_path):  # noqa: F811
+def test_command_line(data_file, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
     command = ["train", "gcbc", data_file.name, "--steps", "4", "--agent.hidden", "16", "--device", "cpu", "--seeds"]
-    ended = qhyer(*command, "0", "2", "--together", "stacked", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert "nothing to do" in qhyer(*command, "2", cwd=tmp_path).stdout  # the same folders as without
+    assert call(*command, "0", "2", "--together", "stacked") == 0
+    capsys.readouterr()
+    assert call(*command, "2") == 0
+    assert "nothing to do" in capsys.readouterr().out  # the same folders as without

@@ -14,10 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 
-from qhyer import checkpoint, cli, manifest, sweep
+from qhyer import checkpoint, cli, envs, manifest, rollout, sweep
 from qhyer import train as training
 from qhyer.config import chosen
 from qhyer.data import registry
@@ -64,6 +65,14 @@ def tiny(maze, tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QHYER_DATA", str(maze))
     return write(tmp_path / "tiny.toml", TINY.format(out="runs"))
+
+
+@pytest.fixture
+def short_episodes(monkeypatch) -> None:
+    """Real environments, cut after 15 steps and stepped in this process: where a score is one, whatever it says."""
+    make, limit = envs.make, gymnasium.wrappers.TimeLimit
+    monkeypatch.setattr(envs, "make", lambda environment: limit(make(environment), 15))
+    monkeypatch.setattr(rollout, "cores", lambda: 0)
 
 
 def write(path: Path, text: str) -> Path:
@@ -246,6 +255,7 @@ def test_runs_are_shown_made_and_then_left_alone(tiny, capsys, monkeypatch):
     assert call("report", "runs", "--out", "page") == 0
 
 
+@pytest.mark.usefixtures("short_episodes")
 def test_more_tasks_than_before_are_evaluated(tiny):
     text = tiny.read_text().replace("seeds = [0, 1]", "seeds = [0]")
     for tasks, status in (("tasks = [1, 2]", "new"), ("tasks = [2]", "finished"), ("", "trained, not evaluated")):
@@ -264,6 +274,7 @@ def test_processes_make_the_same_runs(tiny, capsys):
         assert one.folder != other.folder and contents(one.folder) == contents(other.folder)
 
 
+@pytest.mark.usefixtures("short_episodes")
 def test_options_that_come_later_leave_names_alone_and_changed_defaults_are_seen(tiny):
     """A name is made of what was chosen; a run whose other options were not today's is not taken for finished."""
     cell = manifest.read(tiny)[0]
@@ -281,6 +292,7 @@ def test_options_that_come_later_leave_names_alone_and_changed_defaults_are_seen
     assert sweep.status(cell).text == f"made with another {default}" and before != "other"
 
 
+@pytest.mark.usefixtures("short_episodes")
 def test_an_unfinished_run_goes_on(tiny, capsys, monkeypatch):
     cells = manifest.read(tiny)
     original = training.train
@@ -306,6 +318,7 @@ def test_an_unfinished_run_goes_on(tiny, capsys, monkeypatch):
         assert contents(one.folder) == contents(other.folder)
 
 
+@pytest.mark.usefixtures("short_episodes")
 def test_a_run_that_fails_does_not_stop_the_others(tiny, capsys, maze, monkeypatch):
     text = tiny.read_text().replace(
         '["pointmaze-medium-stitch"]', '["pointmaze-large-stitch", "pointmaze-medium-stitch"]'
@@ -328,6 +341,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tiny, capsys, maze, monkeypat
     assert finished == [False, False, True, True]
 
 
+@pytest.mark.usefixtures("short_episodes")
 def test_damage_and_changed_data_are_noticed(tiny, capsys, monkeypatch):
     assert call("sweep", tiny, "--only", "s0-") == 0
     first, second = manifest.read(tiny)
@@ -346,6 +360,7 @@ def test_damage_and_changed_data_are_noticed(tiny, capsys, monkeypatch):
     assert "is damaged: its SHA-256" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.usefixtures("short_episodes")
 def test_own_data(tiny, capsys):
     generator = np.random.default_rng(0)
     ends = np.zeros(120, bool)
@@ -423,6 +438,7 @@ def test_ctrl_c_saves_the_runs_of_all_processes(tiny):
     assert all(sweep.status(cell).text.startswith("unfinished, at update") for cell in manifest.read(tiny))
 
 
+@pytest.mark.usefixtures("short_episodes")
 def test_rows_are_enough_when_the_weights_are_cleared_away(tiny):
     cells = manifest.read(tiny)
     assert call("sweep", tiny, "--only", "s0-") == 0

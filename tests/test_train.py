@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from qhyer import agents, checkpoint, envs, presets, runs
+from qhyer import agents, checkpoint, envs, presets, rollout, runs
 from qhyer import train as training
 from qhyer.agent import Agent, AgentConfig, Stage
 from qhyer.config import to_dict
@@ -211,13 +211,13 @@ torch.set_num_threads(1)
 from qhyer import agents
 from qhyer.config import from_dict
 from qhyer.train import Stopped, TrainConfig, train
-name, data, run, config, options, resume = json.loads(sys.argv[1])
+name, data, run, config, options = json.loads(sys.argv[1])
 def on_step(step):
     print("step", step, flush=True)
     time.sleep(0.01)
 try:
     train(name, data, from_dict(agents.load(name).Config, config), from_dict(TrainConfig, options), run=run,
-          resume=resume, quiet=True, on_step=on_step)
+          quiet=True, on_step=on_step)
 except Stopped as stopped:
     print(stopped, flush=True)
 else:
@@ -225,52 +225,64 @@ else:
 """
 
 
-def child(name, data: Path, run: Path, config, options: TrainConfig, resume: bool = False) -> subprocess.Popen:
-    arguments = json.dumps([name, str(data), str(run), to_dict(config), to_dict(options), resume])
+def child(name, data: Path, run: Path, config, options: TrainConfig) -> subprocess.Popen:
+    arguments = json.dumps([name, str(data), str(run), to_dict(config), to_dict(options)])
     return subprocess.Popen([sys.executable, "-c", CHILD, arguments], stdout=subprocess.PIPE, text=True)
 
 
-@pytest.fixture
-def data_file(point_world, tmp_path) -> Path:
-    path = tmp_path / "points.npz"
-    terminals = np.zeros(len(point_world.observations), bool)
-    terminals[point_world.ends] = True
+def write_data(episodes: Episodes, path: Path) -> Path:
+    terminals = np.zeros(len(episodes.observations), bool)
+    terminals[episodes.ends] = True
     np.savez(
         path,
-        observations=point_world.observations.numpy(),
-        actions=point_world.actions.numpy(),
+        observations=episodes.observations.numpy(),
+        actions=episodes.actions.numpy(),
         terminals=terminals,
         goal_indices=np.array([0, 1]),
     )
     return path
 
 
+@pytest.fixture
+def data_file(point_world, tmp_path) -> Path:
+    return write_data(point_world, tmp_path / "points.npz")
+
+
+STOPPED = replace(CPU, save_every=10, log_every=7)
+
+
+@pytest.fixture(scope="module")
+def whole_run(point_world, tmp_path_factory, tiny_config) -> Path:
+    """Data, and what the run on them comes to that nobody stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    path = write_data(point_world, folder / "points.npz")
+    return train("qhyer", str(path), tiny_config("qhyer", steps=60, warmup=30), STOPPED, run=folder / "run", quiet=True)
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=["SIGKILL", "SIGTERM", "SIGINT"]
 )
-def test_a_stopped_process_goes_on_to_the_same_bits(number, tiny_config, data_file, tmp_path):
+def test_a_stopped_process_goes_on_to_the_same_bits(number, tiny_config, whole_run, tmp_path):
     """SIGTERM and Ctrl-C end after the update under way: saved, said. SIGKILL loses what came after a save."""
-    config = tiny_config("qhyer", steps=60, warmup=30)
-    options = replace(CPU, save_every=10, log_every=7)
-    process = child("qhyer", data_file, tmp_path / "parts", config, options)
+    config, data = tiny_config("qhyer", steps=60, warmup=30), whole_run.parent / "points.npz"
+    process = child("qhyer", data, tmp_path, config, STOPPED)
     for line in process.stdout:
         if line == "step 27\n":
             process.send_signal(number)
             break
     rest = process.stdout.read()
     code = process.wait(timeout=180)
-    reached = checkpoint.steps(tmp_path / "parts" / "checkpoints")[-1]
+    reached = checkpoint.steps(tmp_path / "checkpoints")[-1]
     if number != signal.SIGKILL:
         assert code == 0 and 27 <= reached < 60
         assert f"stopped; saved update {reached} of 60; --resume continues" in rest
     else:
         assert code == -signal.SIGKILL and reached % 10 == 0 and 20 <= reached < 60
     assert "done" not in rest
-    process = child("qhyer", data_file, tmp_path / "parts", config, options, resume=True)
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 0 and output.startswith(f"step {reached + 1}\n") and output.endswith("done\n")
-    whole = train("qhyer", str(data_file), config, options, run=tmp_path / "whole", quiet=True)
-    assert_same(whole, tmp_path / "parts")
+    steps: list[int] = []
+    train("qhyer", str(data), config, STOPPED, run=tmp_path, resume=True, quiet=True, on_step=steps.append)
+    assert steps == list(range(reached + 1, 61))
+    assert_same(whole_run, tmp_path)
 
 
 def test_sigterm_is_given_back(tiny_config, point_world, tmp_path):
@@ -314,8 +326,11 @@ def maze_like() -> Episodes:
     return Episodes.from_arrays(rows, rng.uniform(-1, 1, (200, 2)), [99, 199], goal=[0, 1], name="maze-like")
 
 
+MEDIUM = "pointmaze-medium-v0"
+
+
 @pytest.fixture
-def short_episodes(monkeypatch):
+def short_episodes(monkeypatch) -> None:
     """Real environments, cut after 15 steps and stepped in this process."""
     make = envs.make
     limit = gymnasium.wrappers.TimeLimit
@@ -323,15 +338,34 @@ def short_episodes(monkeypatch):
     monkeypatch.setattr(training, "evaluate", functools.partial(evaluate, workers=0))
 
 
+@pytest.fixture(scope="module")
+def kept() -> list[rollout.Workers]:
+    return []
+
+
+@pytest.fixture
+def kept_environments(kept, short_episodes, monkeypatch) -> None:
+    """The same environments for all evaluations, but those of GCBC and QHyer, which make theirs anew each time."""
+    if not kept:
+        kept.append(rollout.Workers(MEDIUM, 0).__enter__())
+
+    def with_kept(agent, environment, config):
+        anew = isinstance(agent, (agents.load("gcbc"), agents.load("qhyer")))
+        return evaluate(agent, environment, config, workers=0 if anew else kept[0])
+
+    monkeypatch.setattr(training, "evaluate", with_kept)
+
+
 @pytest.mark.parametrize("name", agents.names())
-def test_evaluating_more_often_changes_no_weight(name, tiny_config, maze_like, tmp_path, short_episodes):
+def test_evaluating_more_often_changes_no_weight(
+    name, tiny_config, maze_like, tmp_path, kept_environments, looked_at_once
+):
     """None, every five updates, every two: same weights, same generators, same metrics."""
     for every in (0, 5, 2):
         options = replace(CPU, eval_every=every, eval_episodes=1)
         run = tmp_path / str(every)
         train(
-            name, "x", tiny_config(name), options, run=run, episodes=maze_like, environment="pointmaze-medium-v0",
-            quiet=True,
+            name, "x", tiny_config(name), options, run=run, episodes=maze_like, environment=MEDIUM, quiet=True,
         )  # fmt: skip
     total = checkpoint.steps(tmp_path / "2" / "checkpoints")[-1]
     assert len((tmp_path / "2" / "episodes.csv").read_text().splitlines()) == 1 + 5 * (total // 2)

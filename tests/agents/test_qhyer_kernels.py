@@ -64,7 +64,7 @@ def make(tiny_agent, shake, point_world, **changes):
     agent = tiny_agent("qhyer", dropout=0.0, **changes).to(DEVICE)
     shake(agent)
     (stage,) = agent.stages()
-    batch = stage.sampler.build(point_world, torch.Generator().manual_seed(0)).sample(8)
+    batch = stage.sampler.build(point_world, torch.Generator().manual_seed(0)).sample(3)
     return agent, {name: value.to(DEVICE) for name, value in batch.items()}
 
 

@@ -306,7 +306,7 @@ def test_killed_with_workers_goes_on_and_leaves_no_process(tmp_path):
 
             if __name__ == "__main__":
                 dataset = registry.get("pointmaze-giant-navigate")
-                generate(dataset, out=Path(sys.argv[1]), episodes=40, workers=2, rows=600)
+                generate(dataset, out=Path(sys.argv[1]), episodes=20, workers=2, rows=600)
             """
         )
     )
@@ -328,13 +328,13 @@ def test_killed_with_workers_goes_on_and_leaves_no_process(tmp_path):
     else:
         pytest.fail("workers outlived the process that started them")
     kept = {chunk.name: chunk.stat().st_mtime_ns for chunk in work.glob("train-*.npz")}
-    assert 3 <= len(kept) < 40 and not list(folder.glob("*.npz"))
+    assert 3 <= len(kept) < 20 and not list(folder.glob("*.npz"))
 
     dataset = registry.get("pointmaze-giant-navigate")
-    resumed = generate(dataset, out=folder, episodes=40, workers=1, rows=600, progress=False)
-    whole = generate(dataset, out=tmp_path / "whole", episodes=40, workers=1, rows=600, progress=False)
+    resumed = generate(dataset, out=folder, episodes=20, workers=1, rows=600, progress=False)
+    whole = generate(dataset, out=tmp_path / "whole", episodes=20, workers=1, rows=600, progress=False)
     assert sha256_file(resumed) == sha256_file(whole)
-    assert len(read_npz(resumed)["observations"]) == 40 * 600
+    assert len(read_npz(resumed)["observations"]) == 20 * 600
 
 
 def test_measure_rate():
