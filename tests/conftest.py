@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = dict(
 
 @pytest.fixture(scope="module", autouse=True)
 def no_waiting_for_the_disk() -> Iterator[None]:
-    """Files are whole after a kill without it, and no test pulls the plug: `fsync` took a good part of the suite's time.
+    """Files are whole after a kill without it, and no test pulls the plug: `fsync` took much of the suite's time.
 
     `test_checkpoint.py` has its own, which leaves it on; processes that tests start have it too.
     """
