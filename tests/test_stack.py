@@ -18,6 +18,7 @@ from qhyer import agents, checkpoint, runs
 from qhyer import train as training
 from qhyer.data.goals import Several
 from qhyer.errors import UserError
+from qhyer.nn.scan import kernels
 from qhyer.stack import stacked
 from qhyer.train import NonFinite, Stopped, train, train_seeds
 
@@ -85,12 +86,14 @@ def test_the_same_runs_as_alone(name, changes, tiny_config, point_world, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["crl", "eik_hiqrl", "gcivl", "gciql", "hiql", "ota", "qrl", "saw", "trl"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's; a GPU's own: test_train_gpu.py")
 def test_with_kernels(name, tiny_config, point_world, tmp_path, monkeypatch):
     """Triton's, in its interpreter: a seed is a member more."""
     config = tiny_config(name, steps=2)
     monkeypatch.setenv("QHYER_TRITON", "0")
     others = [alone(name, config, seed, tmp_path / f"alone{seed}", episodes=point_world) for seed in (0, 1)]
-    monkeypatch.setenv("QHYER_TRITON", "1" if torch.cuda.is_available() else "interpret")
+    monkeypatch.setenv("QHYER_TRITON", "interpret")
+    assert kernels(point_world.observations) is not None  # else the plain code would take their place
     for run, other in zip(together(name, config, tmp_path, seeds=(0, 1), episodes=point_world), others):
         assert_close(run, other)
 
