@@ -20,6 +20,8 @@ Batch = dict[str, Tensor]
 Metrics = dict[str, Tensor]
 Memory = dict[str, Tensor]
 """What an agent remembers of the episodes under way: tensors whose first dimension is the episode."""
+Loss = Callable[[Batch], tuple[Tensor, Metrics]]
+"""batch -> (scalar to minimise, detached metrics named group/name)"""
 
 
 Range = tuple[Callable[[Any], bool], str]
@@ -89,6 +91,24 @@ class SamplerConfig(Protocol):
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """How a stage's loss falls apart where a critic learns for itself, and the rest reads what it says of the batch.
+
+    loss(b) + rest(b) is the stage's loss of the batch b, drawn in this order, with the metrics of `rest` before those
+    of `loss`; rest(b | prepare(b)) is the same as rest(b). The two share no parameter and no optimiser. So the critic
+    can be one batch ahead of the rest (`update.py`).
+    """
+
+    loss: Loss
+    """the critic's, on parameters of its own"""
+    optimizer: torch.optim.Optimizer
+    """its own, one of the stage's"""
+    prepare: Callable[[Batch], Batch]
+    """what the rest reads of the critic, as more entries of the batch: no gradient, no chance, nothing that stays"""
+    rest: Loss
+
+
+@dataclass(frozen=True)
 class Stage:
     """One phase of training: which batches, which loss, which optimisers."""
 
@@ -96,8 +116,7 @@ class Stage:
     steps: int
     batch_size: int
     sampler: SamplerConfig
-    loss: Callable[[Batch], tuple[Tensor, Metrics]]
-    """batch -> (scalar to minimise, detached metrics named group/name)"""
+    loss: Loss
     optimizers: Sequence[torch.optim.Optimizer]
     grad_clip: float | None = None
     """norm of the gradient over each optimiser's parameters"""
@@ -107,6 +126,11 @@ class Stage:
     """e.g. target networks"""
     finish: Callable[[Episodes], None] | None = None
     """once, when the stage is over"""
+    ahead: Ahead | None = None
+    """where the loss falls apart so, and nothing follows a step"""
+
+    def __post_init__(self) -> None:
+        assert self.ahead is None or self.after_step is None
 
 
 class Agent(nn.Module, ABC):

@@ -58,6 +58,7 @@ def stacked(agents: Sequence[Agent]) -> tuple[Agent, Stage]:
         whole = type(agents[0])(agents[0].config, agents[0].spec).to(agents[0].observation_mean.device).train()
     (stage,) = whole.stages()
     assert whole.stackable and stage.schedule is None and stage.grad_clip is None and stage.after_step is None
+    assert stage.ahead is None
     for parameter, *own in zip(whole.parameters(), *(agent.parameters() for agent in agents)):
         parameter.data = torch.stack([p.data for p in own])
         if len(own[0].shape) == 2:  # a Linear's: its gradient is the transpose of a product, and kept where this one is

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qhyer import distributed, losses
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, AgentConfig, Ahead, Batch, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import WindowSamplerConfig
 from qhyer.errors import require
@@ -349,13 +349,19 @@ class QHyer(Agent):
             return self.critic[self.config.critic].loss(goals.float(), context.float())  # type: ignore[operator]
 
     @torch.no_grad()
+    def window_density(self, batch: Batch) -> Batch:
+        """The critic's log-density at each step of a window (B, K), as an entry of its batch: Q, not yet normalised."""
+        observations = batch["observations"]
+        goals = self.goal_coordinates(batch["goals"])[:, None].expand(-1, observations.shape[1], -1)
+        return {"log_density": self.log_density(observations, batch["actions"], goals)}
+
+    @torch.no_grad()
     def q_values(self, batch: Batch) -> Tensor:
         """The Q tokens and targets of a window (B, K), normalised. No gradient: the flow learns from Eq. (5) alone."""
-        config, observations, actions = self.config, batch["observations"], batch["actions"]
+        config = self.config
         if config.conditioning == "rtg":  # sum of 1[s = g] to come: one where the goal is on this trajectory
-            return batch["reached"][:, None].expand(observations.shape[:2])
-        goals = self.goal_coordinates(batch["goals"])[:, None].expand(-1, observations.shape[1], -1)
-        q = self.log_density(observations, actions, goals)  # (B, K)
+            return batch["reached"][:, None].expand(batch["observations"].shape[:2])
+        q = batch["log_density"] if "log_density" in batch else self.window_density(batch)["log_density"]  # (B, K)
         if self.training:
             if config.q_normalization == "scale" and (kernel := loss_kernels(q)) is not None:  # what follows, as one
                 running = self.q_shift, self.q_scale, self.q_seen
@@ -461,18 +467,26 @@ class QHyer(Agent):
             "q/scale": self.q_scale.clone(),
         }
 
+    def critic_part(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Of Eq. (14): the critic's."""
+        nll, metrics = self.critic_loss(batch)
+        return losses.weighted(self.config.weight_critic, nll), metrics
+
+    def actor_part(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Of Eq. (14): the actor's two."""
+        config = self.config
+        bc, regression, metrics = self.actor_loss(batch)
+        return losses.weighted(config.weight_bc, bc) + losses.weighted(config.weight_q, regression), metrics
+
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Eq. (14): the three losses, jointly."""
-        config = self.config
         if self.critic is None:
-            bc, regression, metrics = self.actor_loss(batch)
-            return losses.weighted(config.weight_bc, bc) + losses.weighted(config.weight_q, regression), metrics
+            return self.actor_part(batch)
         # No gradient passes between the two, so they can be computed side by side.
-        (nll, critic_metrics), (bc, regression, metrics) = concurrently(
-            "critic", lambda: self.critic_loss(batch), lambda: self.actor_loss(batch), batch.values()
+        (critic, critic_metrics), (actor, metrics) = concurrently(
+            "critic", lambda: self.critic_part(batch), lambda: self.actor_part(batch), batch.values()
         )
-        actor = losses.weighted(config.weight_bc, bc) + losses.weighted(config.weight_q, regression)
-        return actor + losses.weighted(config.weight_critic, nll), metrics | critic_metrics
+        return actor + critic, metrics | critic_metrics
 
     def stages(self) -> tuple[Stage, ...]:
         config = self.config
@@ -485,6 +499,9 @@ class QHyer(Agent):
             stitch_cell=config.stitch_cell,
             chunk=config.chunk,
         )
+        ahead = None
+        if self.critic is not None:
+            ahead = Ahead(self.critic_part, self.optimizers[1], self.window_density, self.actor_part)
         return (
             Stage(
                 "joint",
@@ -495,6 +512,7 @@ class QHyer(Agent):
                 self.optimizers,
                 grad_clip=config.grad_clip,
                 schedule=warm_up_cosine(config.warmup, config.steps) if config.cosine else warm_up(config.warmup),
+                ahead=ahead,
             ),
         )
 
