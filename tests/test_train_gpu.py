@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from qhyer import agents
-from qhyer.train import TrainConfig, train, train_seeds
+from qhyer import agents, checkpoint
+from qhyer.train import NonFinite, TrainConfig, train, train_seeds
+from qhyer.update import GraphedUpdate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -60,30 +61,36 @@ def test_captured_is_eager(name, go):
     assert losses(captured) == pytest.approx(losses(eager), rel=1e-4)
 
 
+def captured_part(name: str, of_ahead: str) -> str:
+    """The method that is captured: an agent's loss, or this part of it where the critic is ahead."""
+    return of_ahead if name == "qhyer" else "loss"
+
+
 @every_agent
 def test_a_loss_that_reads_back_still_trains(name, go, monkeypatch):
     """As if nobody had tried to capture it; and the next run is captured again."""
-    cls = agents.load(name)
-    loss = cls.loss
+    cls, part = agents.load(name), captured_part(name, "critic_part")
+    loss = getattr(cls, part)
 
     def reading(self, batch):
         total, metrics = loss(self, batch)
         total.item()
         return total, metrics
 
-    monkeypatch.setattr(cls, "loss", reading)
+    monkeypatch.setattr(cls, part, reading)
     refused, eager = go(name, "refused"), go(name, "eager", replace(GPU, graph=False))
     assert paths(refused)[-1].startswith("eager (") and "captur" in paths(refused)[-1]
     assert losses(refused) == pytest.approx(losses(eager), rel=1e-5)
-    monkeypatch.setattr(cls, "loss", loss)
+    monkeypatch.setattr(cls, part, loss)
     after = go(name, "after")
     assert paths(after)[-1] == "captured" and losses(after) == pytest.approx(losses(eager), rel=1e-4)
 
 
 @every_agent
 def test_a_loss_that_fails_in_python_while_captured(name, go, monkeypatch):
-    cls = agents.load(name)
-    loss = cls.loss
+    """Where the critic is ahead, in the rest: its stream has been captured by then."""
+    cls, part = agents.load(name), captured_part(name, "actor_part")
+    loss = getattr(cls, part)
 
     def refusing(self, batch):
         total, metrics = loss(self, batch)
@@ -91,10 +98,90 @@ def test_a_loss_that_fails_in_python_while_captured(name, go, monkeypatch):
             raise ValueError("not while captured")
         return total, metrics
 
-    monkeypatch.setattr(cls, "loss", refusing)
+    monkeypatch.setattr(cls, part, refusing)
     refused, eager = go(name, "refused"), go(name, "eager", replace(GPU, graph=False))
     assert paths(refused)[-1] == "eager (ValueError: not while captured)"
     assert losses(refused) == pytest.approx(losses(eager), rel=1e-5)
+
+
+@pytest.fixture
+def replayed(monkeypatch) -> list[GraphedUpdate]:
+    """The updates that were captured with their critic ahead."""
+    made: list[GraphedUpdate] = []
+    compute = GraphedUpdate.compute_ahead
+    monkeypatch.setattr(GraphedUpdate, "compute_ahead", lambda self, ahead: (made.append(self), compute(self, ahead)))
+    return made
+
+
+def test_a_critic_that_is_ahead_is_the_eager_one(go, replayed):
+    """Losses, all metrics, weights, scales of Q; the sampler's generator exactly, without the batch drawn ahead."""
+    options = dict(steps=14, dropout=0.0)
+    how = replace(GPU, save_every=7, keep=10)
+    ahead, eager = go("qhyer", "ahead", how, **options), go("qhyer", "eager", replace(how, graph=False), **options)
+    assert len(set(replayed)) == 1 and paths(ahead)[3:] == ["captured"] * 11
+    for found, expected in zip(lines(ahead), lines(eager), strict=True):
+        assert list(found) == list(expected) and found.pop("stage") == expected.pop("stage")
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for step in (7, 14):
+        one, two = (checkpoint.load(run / "checkpoints" / f"{step:08d}") for run in (ahead, eager))
+        for name in ("rng/sampler", "rng/cuda", "rng/torch"):
+            assert torch.equal(one.training[name], two.training[name]), (step, name)
+        for name, value in one.agent.items():
+            torch.testing.assert_close(value, two.agent[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_critic_that_is_ahead_is_the_captured_one(precision, go, replayed, monkeypatch):
+    """With dropout: from one graph to the other nothing changes but when a kernel runs."""
+    how = replace(GPU, precision=precision)
+    ahead = go("qhyer", "ahead", how)
+    cls = agents.load("qhyer")
+    stages = cls.stages
+    monkeypatch.setattr(cls, "stages", lambda self: tuple(replace(stage, ahead=None) for stage in stages(self)))
+    turn = go("qhyer", "turn", how)
+    assert len(set(replayed)) == 1 and paths(turn)[-1] == "captured"
+    assert losses(ahead) == pytest.approx(losses(turn), rel=1e-6)
+
+
+def test_a_critic_that_is_ahead_resumes(go, replayed):
+    """After a batch that was drawn ahead and never used."""
+    whole = go("qhyer", "whole", steps=14, dropout=0.0)
+    options = replace(GPU, save_every=5)
+
+    def stop(step: int) -> None:
+        if step == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go("qhyer", "parts", options, on_step=stop, steps=14, dropout=0.0)
+    parts = go("qhyer", "parts", options, resume=True, steps=14, dropout=0.0)
+    assert len(set(replayed)) == 3 and losses(parts) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_the_rows_of_a_batch_that_was_not_finite(go, replayed, monkeypatch):
+    """A factor that the graph reads turns bad before update 7: its batch is told, not the one drawn ahead."""
+    cls = agents.load("qhyer")
+    loss, factor = cls.critic_loss, torch.ones((), device="cuda")
+
+    def poisoned(self, batch):
+        nll, metrics = loss(self, batch)
+        return nll * factor, metrics
+
+    def poison(step: int) -> None:
+        if step == 7:
+            torch.cuda.synchronize()
+            factor.fill_(torch.nan)
+            torch.cuda.synchronize()
+
+    monkeypatch.setattr(cls, "critic_loss", poisoned)
+    rows = []
+    for name, how in (("ahead", GPU), ("eager", replace(GPU, graph=False))):
+        factor.fill_(1.0)
+        with pytest.raises(NonFinite, match=r"at update 7; the batch.s rows are in .*npz;") as raised:
+            go("qhyer", name, how, on_step=poison)
+        with np.load(str(raised.value).split("rows are in ")[1].split(";")[0]) as dumped:
+            rows.append({key: dumped[key].tolist() for key in dumped.files})
+    assert replayed and rows[0] == rows[1]
 
 
 @every_agent

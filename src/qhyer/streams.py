@@ -26,7 +26,7 @@ from torch._C._functorch import is_batchedtensor  # inside vmap, where seeds are
 First = TypeVar("First")
 Second = TypeVar("Second")
 SOON, LATER = -1, 0  # priorities: who comes first where kernels of several streams are ready; in a graph, too
-AT_LEISURE = ("critic", "asides")  # which nobody waits for before the end
+AT_LEISURE = ("critic", "ahead", "asides")  # which nobody waits for before the end
 HELD = 2**27  # bytes that work put aside may keep from being used again
 
 
@@ -87,7 +87,8 @@ def _report(value: Any, reader: torch.cuda.Stream) -> None:
 def fork(
     name: str, first: Callable[[], First], second: Callable[[], Second], device: torch.device
 ) -> tuple[First, Second]:
-    """`concurrently` where autograd does not look: inside one operation, forward or backward, or without gradient.
+    """`concurrently` where autograd does not look: inside one operation, forward or backward, without gradient, or
+    where each of the two has a pass of its own from beginning to end.
 
     What `first` reads need not be reported to the allocator: whoever calls holds it until the two have met again. Nor
     what it makes while a graph is captured, which has its memory to itself (and would not use reported memory again):
@@ -98,10 +99,12 @@ def fork(
     here = torch.cuda.current_stream(device)
     beside = _beside(device, here.cuda_stream, name)
     beside.wait_stream(here)
-    with torch.cuda.stream(beside):
-        one = first()
-    two = second()
-    here.wait_stream(beside)
+    try:
+        with torch.cuda.stream(beside):
+            one = first()
+        two = second()
+    finally:
+        here.wait_stream(beside)  # after an error, too: a capture does not end in order before they have met
     _report(one, here)
     return one, two
 

@@ -552,7 +552,7 @@ class _Loop:
         if not distributed.is_main():
             return
         tensors, groups = checkpoint.pack_optimizers(self._optimizers())
-        tensors["rng/sampler"] = self.generator.get_state()
+        tensors["rng/sampler"] = self._sampler_state()
         tensors["rng/torch"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
@@ -561,6 +561,9 @@ class _Loop:
             tensors["metrics"] = self.update.sums
             state |= {"metrics": self.update.names, "metrics_count": self.update.count}
         checkpoint.save(self.folder, self.step, self.agent.state_dict(), tensors, state, self.config.keep)
+
+    def _sampler_state(self) -> Tensor:
+        return self.generator.get_state() if self.update is None else self.update.sampler_state(self.generator)
 
     def restore(self) -> None:
         saved = checkpoint.load(checkpoint.latest(self.folder), self.device)
@@ -652,6 +655,8 @@ class _Loop:
             except FloatingPointError:
                 self._dump_and_stop()
             self.step = after
+            if after == last:
+                self.generator.set_state(self._sampler_state())  # a batch that was drawn ahead is not used
             if self.on_step is not None:
                 self.on_step(self.step)
             if log:

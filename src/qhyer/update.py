@@ -1,25 +1,26 @@
 """One gradient update: sample, loss, backward, clip, step; eager, or captured whole in a CUDA graph.
 
 Both give the same losses: on CUDA the optimisers use their capturable form either way, so that a graph that could
-not be captured costs speed and nothing else.
+not be captured costs speed and nothing else. What one update is, `Update.compute` says; a captured one may go about it
+in another order (`GraphedUpdate.compute_ahead`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from qhyer import distributed
-from qhyer.agent import Agent, Batch, Metrics, Sampler, Stage
+from qhyer.agent import Agent, Ahead, Batch, Metrics, Sampler, Stage
 from qhyer.lane import abandon, default_cuda_generator, keep
 from qhyer.nn.adamw_cuda import Step
 from qhyer.streams import asides, fork, forked
 
-Loss = Callable[[Batch], tuple[Tensor, Metrics]]
+Result = TypeVar("Result")
 COMPILED = 256  # configurations of an agent in one process, each with its own version of the compiled loss
 
 
@@ -68,7 +69,7 @@ class Update:
         try:
             # Seeds share what is compiled; configurations add versions to it, of which torch would refuse the ninth.
             with torch._dynamo.config.patch(recompile_limit=COMPILED):
-                loss, _ = self._loss(compiled, distributed.share(self.sampler.sample(self.stage.batch_size)))
+                loss, _ = self._in_precision(compiled, distributed.share(self.sampler.sample(self.stage.batch_size)))
                 loss.backward(torch.ones_like(loss))
             self.loss, self.fused = compiled, "compiled"
         except Exception as error:
@@ -120,37 +121,45 @@ class Update:
         for optimizer in self.stage.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def _loss(self, loss: Loss, batch: Batch) -> tuple[Tensor, Metrics]:
+    def _in_precision(self, call: Callable[[Batch], Result], batch: Batch) -> Result:
         # No cache of casts: one made under no_grad (the Q tokens) would cut the gradient of the same weights later.
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast, cache_enabled=False):
-            return loss(batch)
+            return call(batch)
 
     def compute(self) -> None:
         """Sample, loss, backward, clip, step, metrics."""
         drawn = self.sampler.sample(self.stage.batch_size)
-        loss, metrics = self._loss(self.loss, distributed.share(drawn))
+        loss, metrics = self._in_precision(self.loss, distributed.share(drawn))
         self.drop_gradients()
         with asides(self.device, self.fused != "compiled"):
             loss.backward(torch.ones_like(loss))
         distributed.average_gradients(p for parameters in self.parameters for p in parameters)
-        ours = [step.suits() for step in self.steps]
-        stacked = loss.dim() > 0
-        norms = forked(
-            "optimizers", [partial(self._norm, i, each, stacked) for i, each in enumerate(ours)], self.device
-        )
-        norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm(dim=0)
-        values = {"loss": loss, **metrics, "grad_norm": norm}
-        self.names, means = list(values), torch.stack([value.detach() for value in values.values()], dim=-1)
-        means = distributed.mean(means)  # (M,), (S, M)
-        steps = [partial(self._step, i, each, None if stacked else norms[i]) for i, each in enumerate(ours)]
-        fork(  # no two optimisers share a parameter, and what is recorded is none
-            "records",
-            partial(self._record, drawn, means),
-            lambda: forked("optimizers", steps, self.device),
-            self.device,
-        )
+        norms, steps = self._clip(range(len(self.steps)), loss.dim() > 0)
+        self._finish(steps, partial(self._record, drawn, self._means(loss, metrics, norms)))
         if self.stage.after_step is not None:
             self.stage.after_step()
+
+    def _clip(self, optimizers: Sequence[int], stacked: bool = False) -> tuple[list[Tensor], list[Callable[[], None]]]:
+        """The norms of these optimisers' gradients, which are clipped, and their steps, which are yet to be taken."""
+        ours = [self.steps[i].suits() for i in optimizers]
+        norms = forked(
+            "optimizers", [partial(self._norm, i, each, stacked) for i, each in zip(optimizers, ours)], self.device
+        )
+        steps: list[Callable[[], None]] = [
+            partial(self._step, i, each, None if stacked else norm) for i, each, norm in zip(optimizers, ours, norms)
+        ]
+        return norms, steps
+
+    def _means(self, loss: Tensor, metrics: Metrics, norms: Sequence[Tensor]) -> Tensor:
+        """What is recorded of a batch, in the order of `names`: (M,), (S, M)."""
+        norm = norms[0] if len(norms) == 1 else torch.stack(list(norms)).norm(dim=0)
+        values = {"loss": loss, **metrics, "grad_norm": norm}
+        self.names, means = list(values), torch.stack([value.detach() for value in values.values()], dim=-1)
+        return distributed.mean(means)
+
+    def _finish(self, steps: Sequence[Callable[[], None]], record: Callable[[], None]) -> None:
+        """Side by side: no two optimisers share a parameter, and what is recorded is none."""
+        fork("records", record, lambda: forked("optimizers", steps, self.device), self.device)
 
     def _norm(self, optimizer: int, ours: bool, stacked: bool) -> Tensor:
         """Of this optimiser's gradients, which are clipped here, or by the step if it is ours."""
@@ -175,6 +184,10 @@ class Update:
         self.set_rates(step)
         self.compute()
         self.count += 1
+
+    def sampler_state(self, generator: torch.Generator) -> Tensor:
+        """Of the sampler's generator, as the batch of the latest update left it: where the next update goes on."""
+        return generator.get_state()
 
     def take_metrics(self) -> dict[str, float]:
         """Means since the last call."""
@@ -246,26 +259,34 @@ class GraphedUpdate(Update):
         self.capture, self.generators, self.note = capture, generators, note
         self.replay: Callable[[], None] | None = None
         self.calls = 0
+        self.batch: Batch = {}  # of the next replay, if each draws that of the one after it
+        self.before: dict[torch.Generator, Tensor] = {}  # the sampler's, as they were before the latest did
 
     def __call__(self, step: int) -> None:
         self.set_rates(step)
         if self.calls == self.WARMUP:
             self._try_capture()
         if self.replay is not None:
+            if self.batch:
+                self.before = {generator: generator.get_state() for generator in self.generators}
             self.replay()
         else:
             self.compute()
         self.calls += 1
         self.count += 1
 
+    def sampler_state(self, generator: torch.Generator) -> Tensor:
+        """Whether or not the next batch has been drawn already."""
+        return self.before[generator] if self.before else super().sampler_state(generator)
+
     def _try_capture(self) -> None:
         """Recording runs no kernel, so weights, moments and sums are safe; what Python changed is put back."""
-        generators = [keep(generator) for generator in self.generators]
+        chance = [keep(generator) for generator in random_generators(self.device, *self.generators)]
         moments = [{p: dict(state) for p, state in o.state.items()} for o in self.stage.optimizers]
         mine = dict(vars(self))
         self.drop_gradients()  # the graph has its own, in its own memory
         try:
-            self.replay = self.capture(self.compute)
+            self.replay = self.capture(self._work())
             self.launched = "captured"
         except Exception as error:
             vars(self).update(mine)
@@ -273,11 +294,68 @@ class GraphedUpdate(Update):
             for optimizer, state in zip(self.stage.optimizers, moments):
                 optimizer.state.clear()
                 optimizer.state.update(state)
-            for put_back in generators:
+            for put_back in chance:
                 put_back()
             reason = _first_cause(error)
             self.launched = f"eager ({reason})"
             self.note(f"stage {self.stage.name} could not be captured in a CUDA graph, and goes on without: {reason}")
+
+    def _work(self) -> Callable[[], None]:
+        """What is captured. Where the critic is ahead, the batch of the first replay is drawn here and now."""
+        ahead = self.stage.ahead
+        if ahead is None or self.fused == "compiled" or distributed.active():
+            return self.compute
+        first = self._draw(ahead)
+        self.batch = {
+            name: torch.empty_like(value, memory_format=torch.contiguous_format) for name, value in first.items()
+        }
+        self._take(first)
+        return partial(self.compute_ahead, ahead)
+
+    def compute_ahead(self, ahead: Ahead) -> None:
+        """`compute` on a batch that is there already, with what the critic says of it: the rest begins at once.
+
+        Beside it the critic learns from this batch, draws the next and looks at it. Each computes what it does in
+        `compute`: they share no parameter, and what the rest reads the critic said after its step on the batch before.
+        """
+        batch, learner = self.batch, self.stage.optimizers.index(ahead.optimizer)
+        others = [i for i in range(len(self.steps)) if i != learner]
+        self.drop_gradients()
+
+        def critic() -> tuple[Tensor, Metrics, Tensor, Batch]:
+            loss, metrics = self._in_precision(ahead.loss, batch)
+            loss.backward(torch.ones_like(loss))
+            (norm,), (step,) = self._clip([learner])
+            step()
+            return loss, metrics, norm, self._draw(ahead)
+
+        def rest() -> tuple[Tensor, Metrics, list[Tensor], list[Callable[[], None]]]:
+            loss, metrics = self._in_precision(ahead.rest, batch)
+            with asides(self.device):
+                loss.backward(torch.ones_like(loss))
+            return loss, metrics, *self._clip(others)
+
+        # In the order of the loss, for torch's generator; and each with a whole pass of autograd to itself.
+        (loss, seen, norm, following), (other, metrics, norms, steps) = fork("ahead", critic, rest, self.device)
+        norms.insert(learner, norm)
+
+        def record() -> None:
+            self._record(batch, self._means(other + loss, metrics | seen, norms))
+            self._take(following)  # nobody reads this batch any more
+
+        self._finish(steps, record)
+
+    @torch.no_grad()
+    def _draw(self, ahead: Ahead) -> Batch:
+        """A batch with what the critic, as it is now, says of it."""
+        batch = self.sampler.sample(self.stage.batch_size)
+        return batch | self._in_precision(ahead.prepare, batch)
+
+    def _take(self, following: Batch) -> None:
+        """Puts it where the next replay finds it."""
+        for kind in {value.dtype for value in following.values()}:  # one kernel each
+            names = [name for name, value in following.items() if value.dtype == kind]
+            torch._foreach_copy_([self.batch[name] for name in names], [following[name] for name in names])
 
 
 def _first_cause(error: BaseException) -> str:
@@ -318,16 +396,15 @@ def make_update(
     capture = capture_for(device, *generators) if graph else None
     fixed = [type(optimizer).__name__ for optimizer in stage.optimizers if not is_capturable(optimizer)]
     arguments = (agent, stage, sampler, precision, device)
-    chance = random_generators(device, *generators)
     if capture is not None and not fixed:
-        update: Update = GraphedUpdate(*arguments, capture, chance, note)
+        update: Update = GraphedUpdate(*arguments, capture, generators, note)
     else:
         update = Update(*arguments)
         if capture is not None:
             update.launched = f"eager ({fixed[0]} has no capturable form)"
             note(f"stage {stage.name} cannot be captured in a CUDA graph: {fixed[0]} has no capturable form")
     if compile:
-        update.compile(chance, note)
+        update.compile(random_generators(device, *generators), note)
     return update
 
 
