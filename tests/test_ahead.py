@@ -162,6 +162,12 @@ def test_the_next_stage_draws_what_it_would_have_drawn(go, captured, monkeypatch
     assert len(captured) == STEPS - 2 * GraphedUpdate.WARMUP and len(set(captured)) == 2
 
 
+def test_a_compiled_loss_is_not_taken_apart(go, captured, monkeypatch):
+    monkeypatch.setattr(GraphedUpdate, "compile", lambda self, *_: setattr(self, "fused", "compiled"))
+    assert_same(go("eager", EAGER), go("compiled", replace(CPU, compile=True)))
+    assert not captured
+
+
 @pytest.mark.parametrize("part", ["critic_loss", "actor_loss"])
 def test_the_rows_are_those_of_the_batch_that_was_not_finite(part, go, captured, monkeypatch, tmp_path):
     loss, factor = getattr(QHyer, part), torch.ones(())

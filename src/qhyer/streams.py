@@ -26,7 +26,7 @@ from torch._C._functorch import is_batchedtensor  # inside vmap, where seeds are
 First = TypeVar("First")
 Second = TypeVar("Second")
 SOON, LATER = -1, 0  # priorities: who comes first where kernels of several streams are ready; in a graph, too
-AT_LEISURE = ("critic", "ahead", "asides")  # which nobody waits for before the end
+AT_LEISURE = ("critic", "asides")  # which nobody waits for before the end
 HELD = 2**27  # bytes that work put aside may keep from being used again
 
 

@@ -335,8 +335,9 @@ class GraphedUpdate(Update):
                 loss.backward(torch.ones_like(loss))
             return loss, metrics, *self._clip(others)
 
-        # In the order of the loss, for torch's generator; and each with a whole pass of autograd to itself.
-        (loss, seen, norm, following), (other, metrics, norms, steps) = fork("ahead", critic, rest, self.device)
+        # In the order of the loss, for torch's generator; on the stream where critics ran in the eager updates, so that
+        # libraries have set themselves up there; and each with a whole pass of autograd to itself.
+        (loss, seen, norm, following), (other, metrics, norms, steps) = fork("critic", critic, rest, self.device)
         norms.insert(learner, norm)
 
         def record() -> None:
