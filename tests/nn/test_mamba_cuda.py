@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
@@ -15,9 +16,9 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 on_gpu = lambda test: gpu[0](gpu[1](test))
 
 
-def gradients(function, values):
-    """Of y alone: the last state is not used in training."""
-    B, C = values["BC"][..., 3:].chunk(2, dim=-1)
+def gradients(function, values, lead=4):
+    """Of y alone: the last state is not used in training. B and C begin after so many other numbers."""
+    B, C = F.pad(values["BC"], (lead - 3, 0))[..., lead:].chunk(2, dim=-1)
     y, _ = function(*(values[n] for n in NAMES[:4]), B, C, *(values[n] for n in NAMES[5:]))
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y.device)
     wanted = {name: value for name, value in values.items() if value is not None}
@@ -39,8 +40,8 @@ def counted(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "length, width, size",
-    [(1, 64, 16), (2, 64, 4), (7, 128, 8), (19, 192, 16), (20, 448, 16), (21, 64, 16), (60, 512, 16), (120, 1024, 16),
-     (257, 64, 16)],
+    [(1, 64, 16), (2, 64, 4), (7, 128, 8), (11, 192, 16), (12, 448, 16), (13, 192, 8), (24, 128, 4), (25, 64, 16),
+     (60, 512, 16), (120, 1024, 16), (257, 64, 16)],
 )  # fmt: skip
 def test_scan_is_the_reference(length, width, size, dtype, fused, counted):
     values = inputs(length, width, size, fused, carried=False, dtype=dtype, batch=3)
@@ -98,6 +99,14 @@ def test_what_it_cannot_read_is_tritons(counted):
     values["D"] = torch.cat([values["D"][:1], values["D"]])[1:]  # its pairs are not aligned
     gradients(mamba_triton.gated_scan, {k: v if v is None else v.requires_grad_() for k, v in values.items()})
     assert counted == []
+
+
+@on_gpu
+def test_pairs_that_are_not_aligned_are_tritons(counted):
+    gradients(mamba_triton.gated_scan, inputs(5, 64, 16, fused=True, carried=False, dtype=torch.bfloat16), lead=3)
+    assert counted == []
+    gradients(mamba_triton.gated_scan, inputs(5, 64, 16, fused=True, carried=False), lead=3)  # of four bytes each
+    assert counted == ["forward", "backward"]
 
 
 @on_gpu

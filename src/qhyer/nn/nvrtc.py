@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+STATIC = 48 * 1024  # bytes of shared memory that a block has without asking
+MAX_DYNAMIC_SHARED_SIZE, PREFERRED_SHARED_CARVEOUT = 8, 9  # CUfunction_attribute
+
 
 @functools.cache
 def source(name: str) -> str:
@@ -103,15 +106,25 @@ def _enter() -> None:
 class Kernel:
     def __init__(self, function: ctypes.c_void_p) -> None:
         self.function = function
+        self.shared = STATIC
 
     def __call__(
-        self, grid: tuple[int, int, int], threads: int, *arguments: Tensor | int | float | ctypes.Structure
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        *arguments: Tensor | int | float | ctypes.Structure,
+        shared: int = 0,
     ) -> None:
+        """`shared`: bytes of shared memory beside what the kernel names itself."""
         values = [_as_c(each) for each in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         _enter()
-        _checked(_driver().cuLaunchKernel(self.function, *grid, threads, 1, 1, 0, stream, pointers, None))
+        if shared > self.shared:
+            _checked(_driver().cuFuncSetAttribute(self.function, MAX_DYNAMIC_SHARED_SIZE, shared))
+            _checked(_driver().cuFuncSetAttribute(self.function, PREFERRED_SHARED_CARVEOUT, 100))  # per cent
+            self.shared = shared
+        _checked(_driver().cuLaunchKernel(self.function, *grid, threads, 1, 1, shared, stream, pointers, None))
 
 
 class Module:
