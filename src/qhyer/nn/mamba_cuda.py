@@ -21,7 +21,8 @@ FILE = "mamba_scan.cu"
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 STATES = (4, 8, 16)
 THREADS = 256  # of a block, at most, two channels each
-STEPS = 12  # between two meetings of a block
+STEPS = 8  # between two meetings of a block
+ORDERS = 4  # in which backward has B and C
 CHUNK, PAIR = 16, 4  # bytes, in which channels, and B and C, are sent to shared memory
 LARGEST = 2**31 - 1
 KINDS = ("x", "dt", "BC", "z", "dy", "dBC")  # of tensors
@@ -45,17 +46,18 @@ class Layout:
         """Steps whose inputs are there at a time: fewer where they are wider."""
         return 4 if max(kind.itemsize for kind in (self.x, self.dt, self.z, self.dy)) == 2 else 2
 
-    def _seen(self, channel: int) -> int:
+    def _seen(self, channel: int, orders: int) -> int:
         """Two stages, with so many bytes a channel and step; B and C of some steps, as they are and twice as float."""
-        return 2 * self.stage * 2 * self.threads * channel + STEPS * 2 * self.size * (self.BC.itemsize + 2 * 4)
+        stages = 2 * self.stage * 2 * self.threads * channel
+        return stages + STEPS * 2 * self.size * (self.BC.itemsize + 2 * orders * 4)
 
     @property
     def forward(self) -> int:
-        return self._seen(self.x.itemsize + self.dt.itemsize + self.z.itemsize)
+        return self._seen(self.x.itemsize + self.dt.itemsize + self.z.itemsize, 1)
 
     @property
     def backward(self) -> int:
-        seen = self._seen(self.x.itemsize + self.dt.itemsize + self.z.itemsize + self.dy.itemsize + 4)
+        seen = self._seen(self.x.itemsize + self.dt.itemsize + self.z.itemsize + self.dy.itemsize + 4, ORDERS)
         decays, sums = 2 * self.size * self.threads, 2 * STEPS * self.threads // 32 * self.size
         return seen + 4 * (decays + sums)
 

@@ -9,6 +9,9 @@
 // B, C and sums are exchanged. A, which never changes, lies in shared memory backward, and a sum over the warp begins with
 // the first four states that are there. Triton's kernel takes 255 registers, for two warps.
 //
+// Backward a thread has its states, four after another, in an order of its own: what it keeps of a sum over the warp is
+// always first, and nothing has to be selected. A is read in this order, and B and C lie there in all four.
+//
 // Given by whoever compiles it: X_T, DT_T, BC_T, Z_T, DY_T, DBC_T (float or bf16), N (4, 8 or 16), SOFTPLUS, GATE (0 or 1),
 // THREADS of a block, STAGE and STEPS: how many steps are sent for at a time, and lie between two meetings; and the bytes of
 // shared memory that a block is given.
@@ -98,11 +101,12 @@ template <bool PASSED> static __device__ __forceinline__ void send_all(Seen& to,
   if constexpr (GATE) send(to.z, g.z, g.z_row, first, g.L);
 }
 
-// B and C of STEPS steps as rows [B; C], for the block: four bytes at a time, which whoever sent for them makes float.
-struct Rows {
+// B and C of STEPS steps as rows [B; C], for the block: four bytes at a time, which whoever sent for them makes float. In
+// several orders, whose n-th state is n ^ order.
+template <int ORDERS> struct Rows {
   static constexpr int PAIR = 4 / sizeof(BC_T), ALL_OF_THEM = STEPS * 2 * N / PAIR;
   unsigned raw[ALL_OF_THEM];
-  float rows[2][STEPS][2 * N];
+  float rows[2][STEPS][ORDERS][2 * N];
   __device__ __forceinline__ void send(const Given& g, int first) {
 #pragma unroll
     for (int from = 0; from < ALL_OF_THEM; from += THREADS) {
@@ -121,9 +125,13 @@ struct Rows {
       const int i = from + threadIdx.x;
       if (i < ALL_OF_THEM) {
         const BC_T* p = (const BC_T*)(raw + i);
-        float* to = &rows[which][0][0] + PAIR * i;
 #pragma unroll
-        for (int k = 0; k < PAIR; ++k) to[k] = one(p + k);
+        for (int k = 0; k < PAIR; ++k) {
+          const float v = one(p + k);
+          const int t = PAIR * i / (2 * N), n = PAIR * i % (2 * N) + k;
+#pragma unroll
+          for (int order = 0; order < ORDERS; ++order) rows[which][t][order][n ^ order] = v;
+        }
       }
     }
   }
@@ -131,8 +139,9 @@ struct Rows {
 
 // All steps in turn, forward or backward in time: step(inputs, its place there, its B and C, its place among the sums), while
 // the next few are on their way. The block meets every STEPS steps: then after(the first, how many, which half of the sums).
-template <bool BACKWARD, typename Inputs, typename Step, typename After>
-static __device__ __forceinline__ void walk(Inputs (&seen)[2], Rows& there, const Given& g, Step step, After after) {
+template <bool BACKWARD, typename Inputs, int ORDERS, typename Step, typename After>
+static __device__ __forceinline__ void walk(
+    Inputs (&seen)[2], Rows<ORDERS>& there, const Given& g, int order, Step step, After after) {
   constexpr int EACH = STEPS / STAGE;  // stages between two meetings
   const int stages = (g.L + STAGE - 1) / STAGE, meetings = (stages + EACH - 1) / EACH;
   auto place = [&](int m) { return BACKWARD ? meetings - 1 - m : m; };
@@ -155,7 +164,7 @@ static __device__ __forceinline__ void walk(Inputs (&seen)[2], Rows& there, cons
 #pragma unroll 1
       for (int i = 0; i < steps; ++i) {
         const int s = BACKWARD ? steps - 1 - i : i, at = (stage - low) * STAGE + s;
-        step(seen[stage & 1], s, there.rows[m & 1][at], (m & 1) * STEPS + at);
+        step(seen[stage & 1], s, there.rows[m & 1][at][order], (m & 1) * STEPS + at);
       }
     }
     if (m + 1 < meetings) there.make((m + 1) & 1);
@@ -196,8 +205,8 @@ struct Ready {
 
 // Sums over the warp of SIZE values a lane: half of the values go to each half of the lanes, and so on; once a lane has
 // one value left, it is added up over the lanes that have the same. BIT: of the lanes' number, that halves them first.
-template <int SIZE, int BIT, int END, int M> static __device__ __forceinline__ void halve(float (&v)[M], int lane) {
-  if constexpr (BIT > END) {
+template <int SIZE, int BIT, int M> static __device__ __forceinline__ void halve(float (&v)[M], int lane) {
+  if constexpr (BIT > 0) {
     if constexpr (SIZE > 1) {
       const bool upper = lane & BIT;
 #pragma unroll
@@ -208,17 +217,36 @@ template <int SIZE, int BIT, int END, int M> static __device__ __forceinline__ v
     } else {
       v[0] += __shfl_xor_sync(ALL, v[0], BIT);
     }
-    halve<(SIZE > 1 ? SIZE / 2 : 1), BIT / 2, END>(v, lane);
+    halve<(SIZE > 1 ? SIZE / 2 : 1), BIT / 2>(v, lane);
   }
+}
+
+// v[n] <- v[n ^ order]
+static __device__ __forceinline__ void swap_if(bool so, float& a, float& b) {
+  const float c = so ? b : a;
+  b = so ? a : b;
+  a = c;
+}
+static __device__ __forceinline__ void reorder(float (&v)[4], int order) {
+  swap_if(order & 1, v[0], v[1]);
+  swap_if(order & 1, v[2], v[3]);
+  swap_if(order & 2, v[0], v[2]);
+  swap_if(order & 2, v[1], v[3]);
 }
 
 // Over the warp, of all states: four after another, as they come, then what is left of each four. A lane ends with the sum
 // of `state`, as do the other lanes that differ in the bits below N's; one of these leads.
 struct Sums {
   float v[N / 4];
-  __device__ __forceinline__ void four_more(int q, float (&d)[4], int lane) { halve<4, 16, 4>(d, lane); v[q] = d[0]; }
-  __device__ __forceinline__ float all(int lane) { halve<N / 4, 4, 0>(v, lane); return v[0]; }
-  static __device__ __forceinline__ int state(int lane) { return (lane & 7) / (32 / N) * 4 + (lane >> 3 & 3); }
+  // Of four, a lane is given those first that it keeps (its order): half of them, then half of these.
+  static __device__ __forceinline__ int order(int lane) { return lane >> 3 & 3; }
+  __device__ __forceinline__ void four_more(int q, float (&d)[4]) {
+    d[0] += __shfl_xor_sync(ALL, d[2], 16);
+    d[1] += __shfl_xor_sync(ALL, d[3], 16);
+    v[q] = d[0] + __shfl_xor_sync(ALL, d[1], 8);
+  }
+  __device__ __forceinline__ float all(int lane) { halve<N / 4, 4>(v, lane); return v[0]; }
+  static __device__ __forceinline__ int state(int lane) { return (lane & 7) / (32 / N) * 4 + order(lane); }
   static __device__ __forceinline__ bool leads(int lane) { return (lane & (32 / N - 1)) == 0; }
 };
 
@@ -239,11 +267,11 @@ extern __shared__ __align__(16) char memory[];
 
 struct Forward {
   Seen seen[WARPS][2];
-  Rows rows;
+  Rows<1> rows;
 };
 struct Backward {
   SeenBack seen[WARPS][2];
-  Rows rows;
+  Rows<4> rows;
   float4 a[2 * N / 4][THREADS];
   float sums[2 * STEPS][WARPS][N];
 };
@@ -293,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) scan_forwar
     put(y, y0, y1);
     y += E;
   };
-  walk<false>(shared.seen[warp], shared.rows, given, step, [](int, int, int) {});
+  walk<false>(shared.seen[warp], shared.rows, given, 0, step, [](int, int, int) {});
   if (last == nullptr) return;
   float4* out = (float4*)(last + (b * E + e) * N);
 #pragma unroll
@@ -317,11 +345,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) scan_backwa
   const Given given{
       x + b * x_batch + from, dt + b * dt_batch + from, z + b * z_batch + from, dy + b * dy_batch + from, between + own + from,
       B + b * B_batch, C + b * C_batch, x_row, dt_row, z_row, dy_row, E, B_row, C_row, L};
+  const int order = Sums::order(lane);
   float h[2][N], da[2][N];
 #pragma unroll
   for (int n = 0; n < 2 * N; n += 4) {
     float v[4];
     four(v, A + e * N + n);
+    reorder(v, order);
     shared.a[n / 4][threadIdx.x] = make_float4(v[0] * LOG2E, v[1] * LOG2E, v[2] * LOG2E, v[3] * LOG2E);
 #pragma unroll
     for (int i = 0; i < 4; ++i) h[n / N][n % N + i] = da[n / N][n % N + i] = 0.0f;
@@ -356,7 +386,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) scan_backwa
         da[0][n] += w0 * c0; da[1][n] += w1 * c1;
         dC[i] = now.g.x * h[0][n] + now.g.y * h[1][n];
       }
-      sums.four_more(q / 4, dC, lane);
+      sums.four_more(q / 4, dC);
     }
     put(between, now.g.x * o0, now.g.y * o1);  // sum_n A_n out_t
     between += E;
@@ -367,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) scan_backwa
     const float all = sums.all(lane);
     if (Sums::leads(lane)) shared.sums[at][warp][Sums::state(lane)] = all;
   };
-  walk<false>(shared.seen[warp], shared.rows, given, forward, [&](int first, int count, int which) {
+  walk<false>(shared.seen[warp], shared.rows, given, order, forward, [&](int first, int count, int which) {
     meet(dBC + (first * dBC_row + N), shared.sums + which * STEPS, count, dBC_row);
   });
 
@@ -401,7 +431,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) scan_backwa
         dB[i] = u0 * g0 + u1 * g1;
         h[0][n] = g0 * ex2(now.d.x * a0[i]); h[1][n] = g1 * ex2(now.d.y * a1[i]);
       }
-      sums.four_more(q / 4, dB, lane);
+      sums.four_more(q / 4, dB);
     }
     through0 += out.x - u0 * r0; through1 += out.y - u1 * r1;
     elapsed0 -= now.d.x; elapsed1 -= now.d.y;
@@ -418,14 +448,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) scan_backwa
     const float all = sums.all(lane);
     if (Sums::leads(lane)) shared.sums[at][warp][Sums::state(lane)] = all;
   };
-  walk<true>(shared.seen[warp], shared.rows, given, backward, [&](int first, int count, int which) {
+  walk<true>(shared.seen[warp], shared.rows, given, order, backward, [&](int first, int count, int which) {
     meet(dBC + first * dBC_row, shared.sums + which * STEPS, count, dBC_row);
   });
   dparameter += b * (N + 2) * E;
   float4* to = (float4*)(dparameter + e * N);
 #pragma unroll
   for (int n = 0; n < 2 * N; n += 4) {
-    const float* v = da[n / N] + n % N;
+    float v[4] = {da[n / N][n % N], da[n / N][n % N + 1], da[n / N][n % N + 2], da[n / N][n % N + 3]};
+    reorder(v, order);
     *to++ = make_float4(v[0], v[1], v[2], v[3]);
   }
   put(dparameter + N * E + e, dbias0, dbias1);
