@@ -54,8 +54,8 @@ def _weight(grad: Tensor, x: Tensor, of: Tensor) -> Tensor:
 class _Middle(torch.autograd.Function):
     """GELU(h U^T + bias) W^T, an MLP but for its last bias; both weights in float32 and again in h's dtype.
 
-    Backward needs GELU(u + bias), u = h U^T, for W's gradient. Kept, it would be the widest tensor of a block; the
-    kernel that computes u's gradient has it at hand and writes it then.
+    Backward needs GELU(u + bias), u = h U^T, for W's gradient. It is kept: (M, 4 d) more of a block to hold until then,
+    and one pass over memory of that size less than writing it again beside u's gradient.
     """
 
     @staticmethod
@@ -63,16 +63,16 @@ class _Middle(torch.autograd.Function):
         ctx: Any, h: Tensor, up: Tensor, bias: Tensor, down: Tensor, up_low: Tensor, down_low: Tensor
     ) -> Tensor:
         u = h @ up_low.t()
-        ctx.save_for_backward(h, u, bias, up, down, up_low, down_low)
-        return bias_gelu(u, bias) @ down_low.t()
+        y = bias_gelu(u, bias)
+        ctx.save_for_backward(h, u, y, bias, up, down, up_low, down_low)
+        return y @ down_low.t()
 
     @staticmethod
     @once_differentiable  # the low weights are apart from those they are made of
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
-        h, u, bias, up, down, up_low, down_low = ctx.saved_tensors
-        du, dbias, y = bias_gelu_backward(u, bias, grad @ down_low, True)
-        ddown = _weight(grad, y, down)
-        del y  # the widest there is
+        h, u, y, bias, up, down, up_low, down_low = ctx.saved_tensors
+        ddown = _weight(grad, y, down)  # waits for nothing that this makes
+        du, dbias = bias_gelu_backward(u, bias, grad @ down_low)
         return du @ up_low, _weight(du, h, up), dbias.to(bias.dtype), ddown, None, None
 
 

@@ -256,8 +256,7 @@ def _gelu_forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["M", "steps"])
 def _gelu_backward_kernel(  # type: ignore[no-untyped-def]
-    u_ptr, bias_ptr, dy_ptr, du_ptr, y_ptr, partial_ptr, M, F, steps,
-    AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    u_ptr, bias_ptr, dy_ptr, du_ptr, partial_ptr, M, F, steps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, ROWS)
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -273,8 +272,6 @@ def _gelu_backward_kernel(  # type: ignore[no-untyped-def]
         phi, bell = _gelu(v)
         du = dy * (phi + v * bell * 0.3989422804014327)  # 1 / sqrt(2 pi)
         tl.store(du_ptr + base + at, du, mask=cell)
-        if AGAIN:
-            tl.store(y_ptr + base + at, v * phi, mask=cell)
         total += du
     tl.store(partial_ptr + tl.program_id(1) * F + e, tl.sum(total, 0), mask=e < F)
 
@@ -534,27 +531,23 @@ def _(u: Tensor, bias: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("qhyer::bias_gelu_backward", mutates_args=())
-def bias_gelu_backward(u: Tensor, bias: Tensor, dy: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """-> du, dbias in float32, and GELU(u + bias) once more where it was not kept (empty otherwise)."""
+def bias_gelu_backward(u: Tensor, bias: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """-> du and, in float32, dbias."""
     u, dy = u.contiguous(), dy.contiguous()
     width = u.shape[-1]
     rows = u.numel() // width
     du = torch.empty_like(u)
-    y = torch.empty_like(u) if again else u.new_empty(0)
     tile = _wide(width, 16)
     blocks = triton.cdiv(width, tile["BLOCK"])
     programs, steps = share(triton.cdiv(rows, tile["ROWS"]), WARPS // 2 // blocks)
     partial = u.new_empty(programs, width, dtype=torch.float32)
-    _gelu_backward_kernel[(blocks, programs)](
-        u, bias, dy, du, y if again else du, partial, rows, width, steps, AGAIN=again, **tile
-    )
-    return du, aside(lambda: _total(partial), [partial], bias), y
+    _gelu_backward_kernel[(blocks, programs)](u, bias, dy, du, partial, rows, width, steps, **tile)
+    return du, aside(lambda: _total(partial), [partial], bias)
 
 
 @bias_gelu_backward.register_fake
-def _(u: Tensor, bias: Tensor, dy: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
-    y = u.new_empty(u.shape) if again else u.new_empty(0)
-    return u.new_empty(u.shape), u.new_empty(u.shape[-1], dtype=torch.float32), y
+def _(u: Tensor, bias: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    return u.new_empty(u.shape), u.new_empty(u.shape[-1], dtype=torch.float32)
 
 
 def _gelu_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -563,7 +556,7 @@ def _gelu_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gelu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
     u, bias = ctx.saved_tensors
-    du, dbias, _ = bias_gelu_backward(u, bias, dy, False)
+    du, dbias = bias_gelu_backward(u, bias, dy)
     return du, dbias.to(bias.dtype)
 
 
