@@ -17,7 +17,7 @@ from torch import Tensor
 from qhyer.nn import nvrtc
 
 FILE = "adamw.cu"
-TENSORS, CHUNK, THREADS = 56, 8192, 256  # as in adamw.cu
+TENSORS, CHUNK, THREADS = 56, 2048, 256  # as in adamw.cu
 OPTIONS = (f"-DTENSORS={TENSORS}",)
 
 
@@ -57,6 +57,10 @@ class Step:
     def __init__(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
         self.optimizer, self.clip = optimizer, clip
         self.made: list[tuple[Table, int, int]] | None = None  # by `norm`, for the step after it
+        learned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # The kernels' counters: of the norm, then of each tensor. Zero now and after every kernel; made here, since
+        # what is made while a graph is recorded is zero only once that graph has run.
+        self.done = torch.zeros(1 + len(learned), dtype=torch.int32, device=learned[0].device)
 
     def suits(self) -> bool:
         """Not at the first step, when torch makes the moments; nor where QHYER_ADAMW=torch says no, or
@@ -119,26 +123,28 @@ class Step:
     def norm(self) -> Tensor:
         """Of all gradients together. They stay as they are: `step` scales them."""
         made = self.made = self.tables()
-        device = self.optimizer.param_groups[0]["params"][0].device
-        sums = torch.empty(sum(blocks for _, _, blocks in made), device=device)
+        total = sum(blocks for _, _, blocks in made)
+        sums, norm = (torch.empty(size, device=self.done.device) for size in (total, ()))
         at = 0
         for table, count, blocks in made:
-            self._kernel("squares")((blocks, 1, 1), THREADS, table, count, sums[at:])
+            self._kernel("squares")((blocks, 1, 1), THREADS, table, count, sums, at, total, self.done, norm)
             at += blocks
-        return sums.sum().sqrt()
+        return norm
 
     @torch.no_grad()
     def step(self, norm: Tensor | None) -> None:
         """With a norm, as if gradients had been scaled to the greatest one allowed."""
         made, self.made = self.made or self.tables(), None
-        torch._foreach_add_([self.optimizer.state[parameter]["step"] for _, parameter in self._learned()], 1.0)
         (beta1, beta2), eps = (self.optimizer.param_groups[0][name] for name in ("betas", "eps"))
         most = self.clip if self.clip is not None and norm is not None else -1.0
+        at = 1
         for table, count, blocks in made:
             self._kernel("adamw")(
-                (blocks, 1, 1), THREADS, table, count, self.optimizer.param_groups[0]["lr"] if norm is None else norm,
+                (blocks, 1, 1), THREADS, table, count, self.done[at:],
+                self.optimizer.param_groups[0]["lr"] if norm is None else norm,
                 float(most), beta1, beta2, math.log(beta1), math.log(beta2), eps,
             )  # fmt: skip
+            at += count
 
     def _kernel(self, name: str) -> nvrtc.Kernel:
         device = self.optimizer.param_groups[0]["params"][0].device
