@@ -7,7 +7,8 @@ import ctypes
 import pytest
 import torch
 
-from qhyer.nn.adamw_cuda import CHUNK, TENSORS, Step, Table, dense
+from qhyer.nn import adamw_cuda
+from qhyer.nn.adamw_cuda import CHUNK, SIZES, Step, dense, size_for, table
 from qhyer.nn.optim import adamw
 from qhyer.update import _keep_on_device
 
@@ -31,10 +32,12 @@ def draw(parameters, step: int) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 1.0, 1e4])
-@pytest.mark.parametrize("copies", [1, 20])  # of the shapes: more tensors than a table holds
+@pytest.mark.parametrize("sizes", [SIZES, SIZES[:1]])  # one table, and several
+@pytest.mark.parametrize("copies", [1, 20])  # of the shapes: more tensors than the smallest table holds
 @pytest.mark.gpu
 @on_gpu[1]
-def test_steps_are_torchs(clip, copies):
+def test_steps_are_torchs(clip, copies, sizes, monkeypatch):
+    monkeypatch.setattr(adamw_cuda, "SIZES", sizes)
     (ours, optimizer), (theirs, reference) = (made("cuda", SHAPES * copies) for _ in range(2))
     step = Step(optimizer, clip)
     draw(ours, 0)
@@ -165,14 +168,19 @@ def test_tables_hold_every_tensor_once_and_every_number_in_one_block():
     for parameter in parameters[3::7]:
         parameter.grad = None
     tables = Step(optimizer, None).tables()
-    seen = [table.parameter[i] for table, count, _ in tables for i in range(count)]
+    seen = [these.parameter[i] for these, count, _ in tables for i in range(count)]
     assert sorted(seen) == sorted(p.data_ptr() for p in parameters if p.grad is not None)
     by_place = {p.data_ptr(): p for p in parameters}
-    for table, count, blocks in tables:
-        ends = [*list(table.first)[1:count], blocks]
+    for these, count, blocks in tables:
+        ends = [*list(these.first)[1:count], blocks]
         for i, end in enumerate(ends):
-            size = by_place[table.parameter[i]].numel()
-            assert table.size[i] == size and 0 <= (end - table.first[i]) * CHUNK - size < CHUNK
-            assert table.decay[i] == pytest.approx(0.1 if by_place[table.parameter[i]].dim() > 1 else 0.0)
-    assert len(tables) > 1 and ctypes.sizeof(Table) == 64 * TENSORS
-    assert ctypes.sizeof(Table) + 64 < 4096  # of arguments, which all GPUs take
+            size = by_place[these.parameter[i]].numel()
+            assert these.size[i] == size and 0 <= (end - these.first[i]) * CHUNK - size < CHUNK
+            assert these.decay[i] == pytest.approx(0.1 if by_place[these.parameter[i]].dim() > 1 else 0.0)
+    assert len(tables) > 1
+
+
+def test_tables_have_room():
+    assert all(ctypes.sizeof(table(size)) == 64 * size for size in SIZES)
+    for room, found in ((4096, [56, 56, 56, 56]), (32764, [56, 120, 448, 448])):
+        assert [size_for(tensors, room) for tensors in (56, 57, 121, 1000)] == found

@@ -11,7 +11,7 @@
 // find (`done`). They wrap around, so that they are zero again whenever a kernel has ended. Sums are added in the order of
 // blocks, not in that in which they came: the same gradients give the same bits.
 //
-// TENSORS of a table, given by whoever compiles it: 56 of 64 bytes each keep arguments below 4096 bytes, which all GPUs take.
+// TENSORS of a table, of 64 bytes each: given by whoever compiles it, who knows how many arguments the device takes.
 
 #define CHUNK 2048
 #define THREADS 256
