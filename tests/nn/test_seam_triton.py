@@ -166,9 +166,15 @@ def test_seam_equals_plain_torch(rows, width, pieces):
 @pytest.mark.parametrize("used", ["x", "h", "alpha", "x h", "x alpha"])
 @pytest.mark.parametrize("pieces", ["gate", "y bias mix gate"])
 def test_seam_when_only_some_outputs_are_used(used, pieces):
-    if pieces == "gate" and used == "x":
-        return  # x itself came back: there is nothing to differentiate
     check(arguments(7, 48, pieces), used)
+
+
+def test_a_seam_without_y_takes_both_gradients_of_x():
+    """The one of x, which goes on, and that of h: autograd has nothing to add."""
+    inputs = arguments(7, 48, "gate")
+    x, h, alpha = seam(**inputs, drop=0.0, seed=None, eps=1e-5, out_dtype=torch.float32)
+    assert x.data_ptr() == inputs["x"].data_ptr()
+    assert x.grad_fn is not None and x.grad_fn is h.grad_fn is alpha.grad_fn
 
 
 @pytest.mark.parametrize("pieces", ["gate", "y bias", "y bias mix gate"])

@@ -37,6 +37,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from qhyer.nn.total_triton import share
 from qhyer.nn.total_triton import total as _total
@@ -357,10 +358,10 @@ def seam(
             raise ValueError(f"read goes with y and rows of whole windows of {length}, not {tuple(x.shape)}")
         if not 0 < first <= (length - 1) % per_step + 1:
             raise ValueError(f"of windows of {length} rows, {first} of every {per_step} cannot be read: some lack")
-    x_out, h, alpha_out, _stats = seam_forward(
+    x_out, h, alpha_out, *_stats = (_First.apply if y is None else seam_forward)(
         x, y, y_bias, y2, alpha, norm_weight, norm_bias, gate_weight, gate_bias, drop, seed, eps, out_dtype, read or ()
     )
-    return x if y is None else x_out, h, None if gate_weight is None else alpha_out
+    return x_out, h, None if gate_weight is None else alpha_out
 
 
 @torch.library.custom_op("qhyer::seam", mutates_args=())
@@ -481,7 +482,7 @@ def _backward(
     alpha, norm_weight, norm_bias, gate_weight = ctx.saved_tensors[5:9]
     width = norm_weight.shape[0]
     dx, dy, dy2, dalpha, sums = seam_backward(
-        *ctx.saved_tensors, dx_out if ctx.y_dtype is not None else None, dh, dalpha_out,
+        *ctx.saved_tensors, dx_out, dh, dalpha_out,
         ctx.drop, ctx.h_dtype, ctx.y_dtype, ctx.y_bias_dtype is not None, ctx.read,
     )  # fmt: skip
     gate = gate_weight is not None and dalpha_out is not None
@@ -501,6 +502,23 @@ def _backward(
 
 
 seam_forward.register_autograd(_backward, setup_context=_setup)
+
+
+class _First(torch.autograd.Function):
+    """A seam without y, out of which x comes as it went in. What follows reads x as well as h: if it read the x that
+    went in, autograd would add its gradient to that of h in a pass over memory; the kernel has it at hand. (An
+    operation of torch.library may not return what it was given.)"""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = seam_forward(*inputs)
+        _setup(ctx, inputs, output)
+        return inputs[0], output[1], output[2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_out: Tensor | None, dh: Tensor | None, dalpha_out: Tensor | None) -> tuple[Any, ...]:
+        return _backward(ctx, dx_out, dh, dalpha_out, None)
 
 
 # --------------------------------------------------------------------------------------- the middle of an MLP, sums
