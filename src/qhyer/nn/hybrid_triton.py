@@ -202,8 +202,8 @@ def branches_backward(
     grads: list[Tensor], h: Tensor, attention: list[Tensor], mamba: list[Tensor], low: list[Tensor], kept: list[Tensor],
     seed: Tensor, batch: int, heads: int, drop: float,
 ) -> list[Tensor]:  # fmt: skip
-    """-> gradients: of h and the stack; of attention's bias and out weight; of Mamba's conv weight and bias, x_proj and
-    dt_proj weights, [dt_proj bias; D] (2, E), A_log and out_proj weight. But for h's they are put aside."""
+    """-> gradients: of h and the stack; of attention's bias and out weight; of Mamba's [conv weight; bias] in a row,
+    x_proj and dt_proj weights, [dt_proj bias; D] (2, E), A_log and out_proj weight. But for h's they are put aside."""
     projected = kept[0]
     dprojected = torch.empty_like(projected)
     qkv, x, z = _columns(projected, attention, batch)
@@ -236,7 +236,7 @@ def branches_backward(
         dA_log = aside(lambda: torch.mul(dA, A, out=torch.empty_like(A)), [dA, A], A_log)
         weights = (_weight(*each) for each in ((dselected, u, of[0]), (ddt, delta, of[1]), (grad, y, of_out)))
         dx_proj, ddt_proj, dout = weights
-        return [*dconv, dx_proj, ddt_proj, dvector, dA_log, dout]
+        return [dconv, dx_proj, ddt_proj, dvector, dA_log, dout]
 
     one, two = _either(attend if attention else None, scan if mamba else None, h.device)
     return [dprojected @ low[0], _weight(dprojected, h, (attention or mamba)[0]), *one, *two]
@@ -255,7 +255,8 @@ def _(
         found += [full(*attention[1].shape), full(*attention[2].shape)]
     if mamba:
         _, conv, _, x_proj, dt_proj, _, A_log, D, out_proj = mamba
-        shapes = [conv.shape, D.shape, x_proj.shape, dt_proj.shape, (2, len(D)), A_log.shape, out_proj.shape]
+        convolution = (conv.numel() + len(D),)
+        shapes = [convolution, x_proj.shape, dt_proj.shape, (2, len(D)), A_log.shape, out_proj.shape]
         found += [full(*shape) for shape in shapes]
     return found
 
@@ -285,9 +286,10 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         dbias, dout = rest[:2]
         dattention = [dstack[:packed], dbias, dout]
     if mamba:
-        dconv, dconv_bias, dx_proj, ddt_proj, dvector, dA_log, dout_proj = rest[-7:]
+        dconv, dx_proj, ddt_proj, dvector, dA_log, dout_proj = rest[-6:]
         dmamba = [
-            dstack[packed:], dconv, dconv_bias, dx_proj, ddt_proj, dvector[0], dA_log, dvector[1], dout_proj,
+            dstack[packed:], *scanning.of_conv(dconv, mamba[1]), dx_proj, ddt_proj, dvector[0], dA_log, dvector[1],
+            dout_proj,
         ]  # fmt: skip
     return dh, dattention, dmamba, [None] * len(low), None, None, None, None
 
