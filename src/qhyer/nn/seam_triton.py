@@ -16,7 +16,7 @@ would choose 16 bytes for either, and move tiles from one layout to the other th
 Backward walks through many tiles per program, with the gradients of the parameters in registers; every program writes
 one row of partial sums, and torch adds those in a fixed order: no atomics, so that the same inputs give the same bits.
 
-Dropout's mask is a function of a seed and the place in the matrix (Philox, seven rounds, a call for four columns);
+Dropout's mask is a function of a seed and the place in the matrix (`kept`, a call of Philox for eight columns);
 backward computes it again. The seed is a tensor on the device, so that a CUDA graph draws a new one at every replay.
 
 Rows that nobody reads after a seam need not leave it (`read`): a decoder's heads are read at a step's tokens but for
@@ -39,6 +39,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qhyer.nn.rows_triton import dropping, kept
 from qhyer.nn.total_triton import share
 from qhyer.nn.total_triton import total as _total
 from qhyer.streams import aside
@@ -52,15 +53,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _columns(BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.max_contiguous(tl.arange(0, BLOCK), 4)
-
-
-@triton.jit
-def _keep(seed, row, threshold, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which of the elements of these rows dropout keeps: those whose 32 random bits, signed, reach the threshold."""
-    four = tl.arange(0, BLOCK // 4)
-    b0, b1, b2, b3 = tl.randint4x(seed, row[:, None] * (BLOCK // 4) + four[None, :], n_rounds=7)
-    bits = tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [ROWS, BLOCK])
-    return bits.to(tl.int32, bitcast=True) >= threshold
 
 
 @triton.jit
@@ -102,7 +94,7 @@ def _seam_forward_kernel(  # type: ignore[no-untyped-def]
             y2 = tl.load(y2_ptr + source_base + source_at, mask=cell, other=0.0).to(tl.float32)
             y = alpha * y + (1.0 - alpha) * y2
         if DROP:
-            y = tl.where(_keep(tl.load(seed_ptr), source, threshold, ROWS, BLOCK), y * scale, 0.0)
+            y = tl.where(kept(tl.load(seed_ptr), source, threshold, ROWS, BLOCK), y * scale, 0.0)
         x = (x + y).to(x_out_ptr.dtype.element_ty)
         tl.store(x_out_ptr + base + at, x, mask=cell)
         x = x.to(tl.float32)  # backward knows x as it was written, so the norm is of that
@@ -185,7 +177,7 @@ def _seam_backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(dx_ptr + source_base + source_at, dx, mask=cell)
         if ADD:
             if DROP:
-                dx = tl.where(_keep(seed, source, threshold, ROWS, BLOCK), dx * scale, 0.0)
+                dx = tl.where(kept(seed, source, threshold, ROWS, BLOCK), dx * scale, 0.0)
             dy = dx
             if MIX:
                 alpha = tl.load(alpha_ptr + source, mask=row < M, other=0.0).to(tl.float32)[:, None]
@@ -322,11 +314,6 @@ def _entered(x: Tensor, read: Sequence[int]) -> tuple[int, ...]:
     return (len(x) // _taken(read) * read[0], x.shape[1]) if read else tuple(x.shape)
 
 
-def _dropping(drop: float) -> tuple[int, float]:
-    """-> threshold of random bits, signed, and the scale of what is kept."""
-    return min(round(drop * 2**32) - 2**31, 2**31 - 1), 1.0 / (1.0 - drop)
-
-
 def seam(
     x: Tensor, y: Tensor | None, y_bias: Tensor | None, y2: Tensor | None, alpha: Tensor | None,
     norm_weight: Tensor, norm_bias: Tensor, gate_weight: Tensor | None, gate_bias: Tensor | None,
@@ -386,7 +373,7 @@ def seam_forward(
         x if y2 is None else y2.contiguous(), x if alpha is None else alpha.contiguous(),
         norm_weight, norm_bias, x if gate_weight is None else gate_weight.contiguous(),
         x if gate_bias is None else gate_bias, x if seed is None else seed,
-        x_out, h, alpha_out, stats, rows, *_dropping(drop), eps, **tile,
+        x_out, h, alpha_out, stats, rows, *dropping(drop), eps, **tile,
         ADD=y is not None, BIAS=y_bias is not None, MIX=y2 is not None, GATE=gate_weight is not None, DROP=drop > 0.0,
         **_reading(read),
     )  # fmt: skip
@@ -437,7 +424,7 @@ def seam_backward(
         x if gate_weight is None else gate_weight.contiguous(), alpha_out, x if seed is None else seed,
         x if dx_out is None else dx_out.contiguous(), x if dh is None else dh.contiguous(),
         x if dalpha_out is None else dalpha_out.contiguous(),
-        dx, dy, dy2, dalpha, partial, rows, steps, *_dropping(drop), **tile, PARTIAL=size, H=TYPES[h_dtype],
+        dx, dy, dy2, dalpha, partial, rows, steps, *dropping(drop), **tile, PARTIAL=size, H=TYPES[h_dtype],
         ADD=y_dtype is not None, BIAS=biased, MIX=y2 is not None, GATE=gate, DROP=drop > 0.0,
         DX=dx_out is not None, DH=dh is not None, **_reading(read),
     )  # fmt: skip
