@@ -45,6 +45,7 @@ from qhyer.nn.total_triton import total as _total
 from qhyer.streams import aside
 
 SEAM_WARPS = 12 * 132  # of one backward launch: 12 on every multiprocessor of an H200, each leaving partial sums
+SEAM_REGISTERS = 168  # that so many have; told, the compiler uses them to ask for tensors early
 WARPS = 8 * 132  # of GELU's, and of column sums
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -151,18 +152,28 @@ def _seam_backward_kernel(  # type: ignore[no-untyped-def]
         if L > 0:
             source, first_source = _source(row, L, P, R), _source(start, L, P, R)
             source_base, source_at = first_source.to(tl.int64) * D, (source - first_source)[:, None] * D + e[None, :]
-        # What lies outside is loaded as zero and adds zero to every sum, so that only stores need a mask.
-        x = tl.load(x_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
+        # All loads before the first store, and in their own dtypes: none may pass a store, and each would be waited for
+        # in turn. What lies outside is loaded as zero and adds zero to every sum, so that only stores need a mask.
+        x = tl.load(x_ptr + base + at, mask=cell, other=0.0)
         if DH:
-            dh = tl.load(dh_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
+            dh = tl.load(dh_ptr + base + at, mask=cell, other=0.0)
         else:
             dh = tl.zeros([ROWS, BLOCK], tl.float32)
         mean = tl.load(stats_ptr + row, mask=row < M, other=0.0)[:, None]
         inverse = tl.load(stats_ptr + M + row, mask=row < M, other=0.0)[:, None]
-        x = (x - mean) * inverse
         if GATE:
             out = tl.load(alpha_out_ptr + row, mask=row < M, other=0.0)
-            dlogit = tl.load(dalpha_out_ptr + row, mask=row < M, other=0.0).to(tl.float32) * out * (1.0 - out)
+            dlogit = tl.load(dalpha_out_ptr + row, mask=row < M, other=0.0)
+        if DX:
+            dx_out = tl.load(dx_out_ptr + base + at, mask=cell, other=0.0)
+        if MIX:
+            alpha = tl.load(alpha_ptr + source, mask=row < M, other=0.0)
+            y = tl.load(y_ptr + source_base + source_at, mask=cell, other=0.0)
+            y2 = tl.load(y2_ptr + source_base + source_at, mask=cell, other=0.0)
+        x = (x.to(tl.float32) - mean) * inverse
+        dh = dh.to(tl.float32)
+        if GATE:
+            dlogit = dlogit.to(tl.float32) * out * (1.0 - out)
             dgate_bias += dlogit
             dgate += dlogit[:, None] * (x * weight + bias).to(H).to(tl.float32)  # the gate saw h rounded
             dh += dlogit[:, None] * gate
@@ -173,20 +184,18 @@ def _seam_backward_kernel(  # type: ignore[no-untyped-def]
         second = tl.sum(dx * x, 1) * (1.0 / D)
         dx = inverse * (dx - first[:, None] - x * second[:, None])
         if DX:
-            dx += tl.load(dx_out_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
+            dx += dx_out.to(tl.float32)
         tl.store(dx_ptr + source_base + source_at, dx, mask=cell)
         if ADD:
             if DROP:
                 dx = tl.where(kept(seed, source, threshold, ROWS, BLOCK), dx * scale, 0.0)
             dy = dx
             if MIX:
-                alpha = tl.load(alpha_ptr + source, mask=row < M, other=0.0).to(tl.float32)[:, None]
-                y2 = tl.load(y2_ptr + source_base + source_at, mask=cell, other=0.0).to(tl.float32)
-                y = tl.load(y_ptr + source_base + source_at, mask=cell, other=0.0).to(tl.float32)
+                difference = y.to(tl.float32) - y2.to(tl.float32)
                 if BIAS:
-                    y += y_bias
-                tl.store(dalpha_ptr + source, tl.sum(dx * (y - y2), 1), mask=row < M)
-                dy = alpha * dx
+                    difference += y_bias
+                tl.store(dalpha_ptr + source, tl.sum(dx * difference, 1), mask=row < M)
+                dy = alpha.to(tl.float32)[:, None] * dx
                 tl.store(dy2_ptr + source_base + source_at, dx - dy, mask=cell)
             tl.store(dy_ptr + source_base + source_at, dy, mask=cell)
             if BIAS:
@@ -426,7 +435,7 @@ def seam_backward(
         x if dalpha_out is None else dalpha_out.contiguous(),
         dx, dy, dy2, dalpha, partial, rows, steps, *dropping(drop), **tile, PARTIAL=size, H=TYPES[h_dtype],
         ADD=y_dtype is not None, BIAS=biased, MIX=y2 is not None, GATE=gate, DROP=drop > 0.0,
-        DX=dx_out is not None, DH=dh is not None, **_reading(read),
+        DX=dx_out is not None, DH=dh is not None, **_reading(read), maxnreg=SEAM_REGISTERS,
     )  # fmt: skip
     return dx, dy, dy2, dalpha, aside(lambda: _total(partial), [partial], norm_weight)
 
