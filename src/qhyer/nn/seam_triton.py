@@ -265,15 +265,20 @@ def _gelu_backward_kernel(  # type: ignore[no-untyped-def]
     at = r[:, None] * F + e[None, :]
     bias = tl.load(bias_ptr + e, mask=e < F, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for step in range(steps):
-        start = (step * tl.num_programs(1) + tl.program_id(1)) * ROWS
+    start = tl.program_id(1) * ROWS
+    cell = (start + r < M)[:, None] & (e < F)[None, :]
+    next_u = tl.load(u_ptr + start.to(tl.int64) * F + at, mask=cell, other=0.0)
+    next_dy = tl.load(dy_ptr + start.to(tl.int64) * F + at, mask=cell, other=0.0)
+    for _ in range(steps):
+        u, dy, here, base = next_u, next_dy, cell, start.to(tl.int64) * F
+        start += tl.num_programs(1) * ROWS  # the next tile is on its way while this one is computed
         cell = (start + r < M)[:, None] & (e < F)[None, :]
-        base = start.to(tl.int64) * F
-        v = tl.load(u_ptr + base + at, mask=cell, other=0.0).to(tl.float32) + bias
-        dy = tl.load(dy_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
+        next_u = tl.load(u_ptr + start.to(tl.int64) * F + at, mask=cell, other=0.0)
+        next_dy = tl.load(dy_ptr + start.to(tl.int64) * F + at, mask=cell, other=0.0)
+        v = u.to(tl.float32) + bias
         phi, bell = _gelu(v)
-        du = dy * (phi + v * bell * 0.3989422804014327)  # 1 / sqrt(2 pi)
-        tl.store(du_ptr + base + at, du, mask=cell)
+        du = dy.to(tl.float32) * (phi + v * bell * 0.3989422804014327)  # 1 / sqrt(2 pi)
+        tl.store(du_ptr + base + at, du, mask=here)
         total += du
     tl.store(partial_ptr + tl.program_id(1) * F + e, tl.sum(total, 0), mask=e < F)
 
