@@ -40,6 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qhyer.nn import mamba_cuda
+from qhyer.nn.rows_triton import sigmoid
 from qhyer.nn.total_triton import share, total
 from qhyer.streams import Put, at_once
 
@@ -53,12 +54,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _softplus(v):  # type: ignore[no-untyped-def]
     return tl.where(v > 20.0, v, tl.log2(1.0 + tl.exp2(v * LOG2E)) * LN2)
-
-
-@triton.jit
-def _sigmoid(v):  # type: ignore[no-untyped-def]
-    root = tl.rsqrt(1.0 + tl.exp2(-v * LOG2E))  # 1 / u as rsqrt(u)^2: two instructions, a division takes ten
-    return root * root
 
 
 @triton.jit
@@ -124,7 +119,7 @@ def _scan_forward_kernel(  # type: ignore[no-untyped-def]
         h = tl.exp2(delta[None, :] * A) * h + (delta * x)[None, :] * B[:, None]
         y = tl.sum(h * C[:, None], 0) + D * x
         if GATE:
-            y *= z * _sigmoid(z)
+            y *= z * sigmoid(z)
         tl.store(y_ptr + t * E + e, y, mask=channel)
     if LAST:
         tl.store(last_ptr + b * N * E + at, h, mask=cell)
@@ -184,7 +179,7 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
         elapsed += delta
         Ch = h * C[:, None]
         if GATE:
-            s = _sigmoid(z)
+            s = sigmoid(z)
             y = tl.sum(Ch, 0) + D * x
             tl.store(dz_ptr + t * dz_row + e, dy * y * s * (1.0 + z * (1.0 - s)), mask=channel)
             dy *= z * s
@@ -213,7 +208,7 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
         if SOFTPLUS:
             delta = _softplus(delta + bias)
         if GATE:
-            dy *= z * _sigmoid(z)
+            dy *= z * sigmoid(z)
         g += dy[None, :] * C[:, None]
         entering = delta * x
         tl.store(dBC_ptr + t * (2 * N) + n, tl.sum(entering[None, :] * g, 1), mask=known)  # dB
@@ -268,7 +263,7 @@ def _conv_forward_kernel(  # type: ignore[no-untyped-def]
             pre += weights[j] * xs[o + j].to(tl.float32)
         known = start + o < L
         inside = known[:, None] if E % BLOCK == 0 else known[:, None] & channel[None, :]
-        tl.store(y_at + o * E, pre * _sigmoid(pre), mask=inside)
+        tl.store(y_at + o * E, pre * sigmoid(pre), mask=inside)
 
 
 @triton.jit
@@ -334,7 +329,7 @@ def _conv_backward_kernel(  # type: ignore[no-untyped-def]
                 pre = bias
                 for j in tl.static_range(WIDTH):
                     pre += weights[j] * window[j]
-                s = _sigmoid(pre)
+                s = sigmoid(pre)
                 dpre = dys[o].to(tl.float32) * s * (1.0 + pre * (1.0 - s))  # zero where there is no output
                 dpres = dpres + (dpre,)  # noqa: RUF005
                 added = ()

@@ -17,6 +17,14 @@ def columns(BLOCK: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
+def sigmoid(v):  # type: ignore[no-untyped-def]
+    root = tl.rsqrt(
+        1.0 + tl.exp2(v * -1.4426950408889634)
+    )  # 1 / u as rsqrt(u)^2: two instructions, a division takes ten
+    return root * root
+
+
+@triton.jit
 def row_norm(v, column, eps, C: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The norm of rows v without scale and bias, and 1 / deviation. Columns past C come out as zero."""
     if BLOCK != C:
