@@ -56,7 +56,7 @@ def _weights(q, k, t, scale, P: tl.constexpr):  # type: ignore[no-untyped-def]
     return p, 1.0 / tl.sum(p, 1)
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["threshold"], do_not_specialize_on_alignment=["seed_ptr"])
 def _attention_forward_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, bias_ptr, seed_ptr, o_ptr, L, H, scale, threshold, kept_scale, qkv_batch, qkv_row,
     WIDTH: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr,
@@ -79,7 +79,7 @@ def _attention_forward_kernel(  # type: ignore[no-untyped-def]
     tl.store(o_ptr + b.to(tl.int64) * L * third + h * WIDTH + t[:, None] * third + d[None, :], o, mask=inside)
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["threshold"], do_not_specialize_on_alignment=["seed_ptr"])
 def _attention_backward_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, bias_ptr, seed_ptr, do_ptr, dqkv_ptr, dbias_ptr,  # dbias (B, 3 H WIDTH): partial sums
     L, H, scale, threshold, kept_scale, qkv_batch, qkv_row, do_batch, do_row, dqkv_batch, dqkv_row,
