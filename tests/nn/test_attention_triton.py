@@ -8,6 +8,8 @@ import torch
 from qhyer.nn.attention import causal_attention_ref
 
 pytest.importorskip("triton")
+from qhyer.nn.rows_triton import dropping
+
 kernels = pytest.importorskip("qhyer.nn.attention_triton")
 short_attention = kernels.short_attention
 
@@ -117,6 +119,13 @@ def probabilities(qkv: torch.Tensor, heads: int, drop: float, seed: torch.Tensor
     parts[:, :, 2] = torch.eye(length, width, device=DEVICE)[:, None]
     o = short_attention(parts.view(batch, length, packed), None, heads, drop, seed)
     return o.view(batch, length, heads, width).transpose(1, 2)[..., :length]
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.1, 0.3, 0.999999])
+def test_what_is_kept_makes_up_for_what_is_not(drop):
+    threshold, scale = dropping(drop)
+    kept = sum(bits * 2**16 >= threshold for bits in range(-(2**15), 2**15)) / 2**16  # of all that 16 bits can be
+    assert kept * scale == 1.0 and kept == pytest.approx(1.0 - drop, abs=2**-15)
 
 
 def test_dropout():

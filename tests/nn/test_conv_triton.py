@@ -62,6 +62,15 @@ def test_values_and_gradients(length, width, taps, lead):
         close(grads[0][:, :lead], wants[0][:, :lead], 1e-5)
 
 
+def test_programs_of_several_sequences(monkeypatch):
+    """The last of them not full."""
+    monkeypatch.setattr(kernels, "CONV_WARPS", 4)
+    x, weight, bias, dy = make(5, 19, 72, 4, 3)
+    grads, wants = (torch.autograd.grad(f(x, weight, bias, 3), (x, weight, bias), dy) for f in (conv_silu, reference))
+    for grad, want in zip(grads, wants):
+        close(grad, want, 1e-5)
+
+
 def test_views():
     """x is half of a projection, the gradient may be a part of something as well."""
     x, weight, bias, dy = make(2, 19, 24, 4, 3)

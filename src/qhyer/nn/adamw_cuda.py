@@ -7,9 +7,11 @@ clipped norm takes two more passes over the gradients. The optimiser stays torch
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +19,34 @@ from torch import Tensor
 from qhyer.nn import nvrtc
 
 FILE = "adamw.cu"
-TENSORS, CHUNK, THREADS = 56, 8192, 256  # as in adamw.cu
-OPTIONS = (f"-DTENSORS={TENSORS}",)
+CHUNK, THREADS = 2048, 256  # as in adamw.cu
+# Tensors of a table, for arguments of 4 KB, which all GPUs take, of 8 and of 32. The smallest is taken that holds all
+# tensors of an optimiser: a launch begins when the one before has ended, however little either has to do.
+SIZES = (56, 120, 448)
 
 
-class Table(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p * TENSORS) for name in ("parameter", "gradient", "mean", "square", "rate", "step")),
-        ("size", ctypes.c_longlong * TENSORS),
-        ("decay", ctypes.c_float * TENSORS),
-        ("first", ctypes.c_int * TENSORS),
-    )
+@functools.cache
+def table(tensors: int) -> type[ctypes.Structure]:
+    class Table(ctypes.Structure):
+        pointers = ("parameter", "gradient", "mean", "square", "rate", "step")
+        _fields_ = (
+            *((name, ctypes.c_void_p * tensors) for name in pointers),
+            ("size", ctypes.c_longlong * tensors),
+            ("decay", ctypes.c_float * tensors),
+            ("first", ctypes.c_int * tensors),
+        )
+
+    return Table
+
+
+def size_for(tensors: int, room: int) -> int:
+    """Of a table, where kernels may have so many bytes of arguments: 64 are other than a table."""
+    sizes = [size for size in SIZES if ctypes.sizeof(table(size)) + 64 <= room]
+    return next((size for size in sizes if size >= tensors), sizes[-1])
+
+
+def options(tensors: int) -> tuple[str, ...]:
+    return (f"-DTENSORS={tensors}",)
 
 
 def dense(tensor: Tensor) -> bool:
@@ -47,8 +66,8 @@ def alike(one: Tensor, two: Tensor) -> bool:
     return one.shape == two.shape and steps[0] == steps[1]
 
 
-def works(device: torch.device) -> bool:
-    return nvrtc.works(nvrtc.source(FILE), OPTIONS, device, "torch's own AdamW steps")
+def works(device: torch.device, tensors: int = SIZES[0]) -> bool:
+    return nvrtc.works(nvrtc.source(FILE), options(tensors), device, "torch's own AdamW steps")
 
 
 class Step:
@@ -56,7 +75,11 @@ class Step:
 
     def __init__(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
         self.optimizer, self.clip = optimizer, clip
-        self.made: list[tuple[Table, int, int]] | None = None  # by `norm`, for the step after it
+        self.made: list[tuple[Any, int, int]] | None = None  # by `norm`, for the step after it
+        learned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # The kernels' counters: of the norm, then of each tensor. Zero now and after every kernel; made here, since
+        # what is made while a graph is recorded is zero only once that graph has run.
+        self.done = torch.zeros(1 + len(learned), dtype=torch.int32, device=learned[0].device)
 
     def suits(self) -> bool:
         """Not at the first step, when torch makes the moments; nor where QHYER_ADAMW=torch says no, or
@@ -67,11 +90,11 @@ class Step:
         off = os.environ.get("QHYER_ADAMW") == "torch" or os.environ.get("QHYER_TRITON") == "0"
         if device.type != "cuda" or not known or off:
             return False
-        options = [
+        settings = [
             tuple(group[name] for name in ("betas", "eps", "amsgrad", "maximize")) for group in optimizer.param_groups
         ]
-        (betas, _eps, *others) = options[0]
-        if any(option != options[0] for option in options) or any(others):
+        (betas, _eps, *others) = settings[0]
+        if any(each != settings[0] for each in settings) or any(others):
             return False
         if not all(isinstance(beta, float) and beta > 0.0 for beta in betas):
             return False
@@ -91,55 +114,65 @@ class Step:
         here = torch.cuda.current_device() == device.index
         if not here or torch.version.hip is not None:
             return False
-        return works(device)
+        return works(device, self._size())
 
     def _learned(self) -> Iterator[tuple[dict, Tensor]]:
         for group in self.optimizer.param_groups:
             yield from ((group, parameter) for parameter in group["params"] if parameter.grad is not None)
 
-    def tables(self) -> list[tuple[Table, int, int]]:
+    def _size(self) -> int:
+        """Of its tables, whether or not all of its parameters have a gradient."""
+        device = self.done.device
+        return size_for(len(self.done) - 1, nvrtc.room(device) if device.type == "cuda" else 4096)
+
+    def tables(self) -> list[tuple[Any, int, int]]:
         """Of all that has a gradient, with how many tensors and blocks each has."""
-        made: list[tuple[Table, int, int]] = []
+        made: list[tuple[Any, int, int]] = []
+        size = self._size()
         for group, parameter in self._learned():
-            if not made or made[-1][1] == TENSORS:
-                made.append((Table(), 0, 0))
-            table, count, blocks = made[-1]
+            if not made or made[-1][1] == size:
+                made.append((table(size)(), 0, 0))
+            these, count, blocks = made[-1]
             state = self.optimizer.state[parameter]
             pointers = dict(
                 parameter=parameter, gradient=parameter.grad, mean=state["exp_avg"], square=state["exp_avg_sq"],
                 rate=group["lr"], step=state["step"],
             )  # fmt: skip
             for name, tensor in pointers.items():
-                getattr(table, name)[count] = tensor.data_ptr()
-            table.size[count], table.decay[count] = parameter.numel(), group["weight_decay"]
-            table.first[count] = blocks
-            made[-1] = (table, count + 1, blocks + max(1, math.ceil(parameter.numel() / CHUNK)))
+                getattr(these, name)[count] = tensor.data_ptr()
+            these.size[count], these.decay[count] = parameter.numel(), group["weight_decay"]
+            these.first[count] = blocks
+            made[-1] = (these, count + 1, blocks + max(1, math.ceil(parameter.numel() / CHUNK)))
         return made
 
     def norm(self) -> Tensor:
         """Of all gradients together. They stay as they are: `step` scales them."""
         made = self.made = self.tables()
-        device = self.optimizer.param_groups[0]["params"][0].device
-        sums = torch.empty(sum(blocks for _, _, blocks in made), device=device)
+        total = sum(blocks for _, _, blocks in made)
+        if not made:
+            return torch.zeros((), device=self.done.device)
+        sums, norm = (torch.empty(size, device=self.done.device) for size in (total, ()))
         at = 0
-        for table, count, blocks in made:
-            self._kernel("squares")((blocks, 1, 1), THREADS, table, count, sums[at:])
+        for these, count, blocks in made:
+            self._kernel("squares", these)((blocks, 1, 1), THREADS, these, count, sums, at, total, self.done, norm)
             at += blocks
-        return sums.sum().sqrt()
+        return norm
 
     @torch.no_grad()
     def step(self, norm: Tensor | None) -> None:
         """With a norm, as if gradients had been scaled to the greatest one allowed."""
         made, self.made = self.made or self.tables(), None
-        torch._foreach_add_([self.optimizer.state[parameter]["step"] for _, parameter in self._learned()], 1.0)
         (beta1, beta2), eps = (self.optimizer.param_groups[0][name] for name in ("betas", "eps"))
         most = self.clip if self.clip is not None and norm is not None else -1.0
-        for table, count, blocks in made:
-            self._kernel("adamw")(
-                (blocks, 1, 1), THREADS, table, count, self.optimizer.param_groups[0]["lr"] if norm is None else norm,
+        at = 1
+        for these, count, blocks in made:
+            self._kernel("adamw", these)(
+                (blocks, 1, 1), THREADS, these, count, self.done[at:],
+                self.optimizer.param_groups[0]["lr"] if norm is None else norm,
                 float(most), beta1, beta2, math.log(beta1), math.log(beta2), eps,
             )  # fmt: skip
+            at += count
 
-    def _kernel(self, name: str) -> nvrtc.Kernel:
+    def _kernel(self, name: str, these: Any) -> nvrtc.Kernel:
         device = self.optimizer.param_groups[0]["params"][0].device
-        return nvrtc.load(nvrtc.source(FILE), OPTIONS, device)[name]
+        return nvrtc.load(nvrtc.source(FILE), options(len(these.first)), device)[name]

@@ -8,10 +8,12 @@ gradients side by side saves the passes over memory that permuting, adding and s
 Tiles are L and the head's width rounded up to powers of two. Beyond the width everything is zero. Rows beyond L are
 not: they hold the bias, but the causal mask hides them as keys, and as queries their gradient is zero.
 
+The bias of the keys moves all scores of a query alike, which the softmax does not see: it is not added, and its
+gradient is zero, and written as that.
+
 Products are in the dtype of `qkv` (float32 as three products of its halves: as exact, and the tensor cores do it) with
 float32 sums, the softmax is float32. The bias gradient is written as one partial sum per sequence and added by torch in
-a fixed order: no atomics, so that the same inputs give the same bits. The bias of the keys moves all scores of a query
-alike, which the softmax does not see: its gradient is zero, and written as that.
+a fixed order: no atomics, so that the same inputs give the same bits.
 
 Importing qhyer does not import this.
 """
@@ -27,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qhyer.nn.rows_triton import dropping, kept
 from qhyer.nn.total_triton import total
 from qhyer.streams import Put, at_once
 
@@ -45,25 +48,17 @@ def _load(ptr, bias_ptr, t, d, L, row, WIDTH: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _probabilities(q, k, t, scale, P: tl.constexpr):  # type: ignore[no-untyped-def]
-    s = tl.dot(q, tl.trans(k), input_precision="tf32x3") * (scale * LOG2E)
+def _weights(q, k, t, scale, P: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the softmax weighs by, up to a factor of each row, and the inverse of its sum, which that is."""
+    s = tl.dot(q, tl.trans(k), input_precision="tf32x3")
     s = tl.where(t[:, None] >= tl.arange(0, P)[None, :], s, -float("inf"))
-    p = tl.exp2(s - tl.max(s, 1)[:, None])
-    return p / tl.sum(p, 1)[:, None]
+    p = tl.exp2(s * (scale * LOG2E) - (tl.max(s, 1) * (scale * LOG2E))[:, None])
+    return p, 1.0 / tl.sum(p, 1)
 
 
-@triton.jit
-def _kept(seed_ptr, pair, drop, P: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which probabilities stay. Philox gives four numbers at a time: those of four neighbouring columns."""
-    at = (pair * P + tl.arange(0, P))[:, None] * (P // 4) + tl.arange(0, P // 4)[None, :]
-    u0, u1, u2, u3 = tl.rand4x(tl.load(seed_ptr), at)
-    u = tl.join(tl.join(u0, u2), tl.join(u1, u3))
-    return tl.reshape(u, [P, P]) >= drop
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["threshold"], do_not_specialize_on_alignment=["seed_ptr"])
 def _attention_forward_kernel(  # type: ignore[no-untyped-def]
-    qkv_ptr, bias_ptr, seed_ptr, o_ptr, L, H, scale, drop, qkv_batch, qkv_row,
+    qkv_ptr, bias_ptr, seed_ptr, o_ptr, L, H, scale, threshold, kept_scale, qkv_batch, qkv_row,
     WIDTH: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(0), tl.program_id(1)
@@ -73,20 +68,21 @@ def _attention_forward_kernel(  # type: ignore[no-untyped-def]
     bias_ptr += h * WIDTH
     third = H * WIDTH
     q = _load(qkv_ptr, bias_ptr, t, d, L, qkv_row, WIDTH, BIAS)
-    k = _load(qkv_ptr + third, bias_ptr + third, t, d, L, qkv_row, WIDTH, BIAS)
+    k = _load(qkv_ptr + third, bias_ptr, t, d, L, qkv_row, WIDTH, False)
     v = _load(qkv_ptr + 2 * third, bias_ptr + 2 * third, t, d, L, qkv_row, WIDTH, BIAS)
-    p = _probabilities(q, k, t, scale, P)
+    p, factor = _weights(q, k, t, scale, P)
     if DROP:
-        p = tl.where(_kept(seed_ptr, b * H + h, drop, P), p * (1.0 / (1.0 - drop)), 0.0)
-    o = tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
+        p = tl.where(kept(tl.load(seed_ptr), (b * H + h) * P + t, threshold, P, P), p, 0.0)
+        factor *= kept_scale
+    o = tl.dot(p.to(v.dtype), v, input_precision="tf32x3") * factor[:, None]
     inside = (t < L)[:, None] & (d < WIDTH)[None, :]
     tl.store(o_ptr + b.to(tl.int64) * L * third + h * WIDTH + t[:, None] * third + d[None, :], o, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["threshold"], do_not_specialize_on_alignment=["seed_ptr"])
 def _attention_backward_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, bias_ptr, seed_ptr, do_ptr, dqkv_ptr, dbias_ptr,  # dbias (B, 3 H WIDTH): partial sums
-    L, H, scale, drop, qkv_batch, qkv_row, do_batch, do_row, dqkv_batch, dqkv_row,
+    L, H, scale, threshold, kept_scale, qkv_batch, qkv_row, do_batch, do_row, dqkv_batch, dqkv_row,
     WIDTH: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(0), tl.program_id(1)
@@ -101,22 +97,26 @@ def _attention_backward_kernel(  # type: ignore[no-untyped-def]
     dbias_ptr += b.to(tl.int64) * 3 * third + h * WIDTH
     at = dqkv_ptr + b.to(tl.int64) * dqkv_batch + h * WIDTH + t[:, None] * dqkv_row + d[None, :]
     q = _load(qkv_ptr, bias_ptr, t, d, L, qkv_row, WIDTH, BIAS)
-    k = _load(qkv_ptr + third, bias_ptr + third, t, d, L, qkv_row, WIDTH, BIAS)
-    v = _load(qkv_ptr + 2 * third, bias_ptr + 2 * third, t, d, L, qkv_row, WIDTH, BIAS)
+    k = _load(qkv_ptr + third, bias_ptr, t, d, L, qkv_row, WIDTH, False)
     do = _load(do_ptr, bias_ptr, t, d, L, do_row, WIDTH, False).to(q.dtype)
-    p = _probabilities(q, k, t, scale, P)
-    if DROP:
-        kept = tl.where(_kept(seed_ptr, b * H + h, drop, P), 1.0 / (1.0 - drop), 0.0)
-        dv = tl.dot(tl.trans((p * kept).to(q.dtype)), do, input_precision="tf32x3")
+    p, factor = _weights(q, k, t, scale, P)
+    if DROP:  # p: as scaled where it is kept
+        stays = kept(tl.load(seed_ptr), (b * H + h) * P + t, threshold, P, P)
+        p *= (factor * kept_scale)[:, None]
+        dv = tl.dot(tl.trans(tl.where(stays, p, 0.0).to(q.dtype)), do, input_precision="tf32x3")
     else:
+        p *= factor[:, None]
         dv = tl.dot(tl.trans(p.to(q.dtype)), do, input_precision="tf32x3")
+    v = _load(qkv_ptr + 2 * third, bias_ptr + 2 * third, t, d, L, qkv_row, WIDTH, BIAS)
     tl.store(at + 2 * third, dv, mask=inside)
     if BIAS:
         tl.store(dbias_ptr + 2 * third + d, tl.sum(dv, 0), mask=known)
     dp = tl.dot(do, tl.trans(v), input_precision="tf32x3")
     if DROP:
-        dp *= kept
-    ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.dtype)
+        dp = tl.where(stays, dp, 0.0)
+        ds = (p * (dp - (tl.sum(p * dp, 1) / kept_scale)[:, None]) * scale).to(q.dtype)
+    else:
+        ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.dtype)
     dq = tl.dot(ds, k, input_precision="tf32x3")
     tl.store(at, dq, mask=inside)
     if BIAS:
@@ -159,9 +159,12 @@ def forward(qkv: Tensor, bias: Tensor | None, heads: int, drop: float, seed: Ten
     assert drop == 0.0 or seed is not None, "dropout needs a seed"
     qkv, width = _packed(qkv), packed // (3 * heads)
     o = torch.empty(batch, length, heads * width, device=qkv.device, dtype=qkv.dtype)
+    launch = _launch(length, width)
+    if launch["num_warps"] == 4 and qkv.element_size() == 2:
+        launch["maxnreg"] = 80  # six programs on a multiprocessor
     _attention_forward_kernel[(heads, batch)](
         qkv, qkv if bias is None else bias, qkv if seed is None else seed, o, length, heads, 1.0 / math.sqrt(width),
-        drop, *qkv.stride()[:2], BIAS=bias is not None, DROP=drop > 0.0, **_launch(length, width),
+        *dropping(drop), *qkv.stride()[:2], BIAS=bias is not None, DROP=drop > 0.0, **launch,
     )  # fmt: skip
     return o
 
@@ -179,8 +182,8 @@ def backward(
         launch["maxnreg"] = 128  # instead of 160: four programs on a multiprocessor, not three
     _attention_backward_kernel[(heads, batch)](
         qkv, qkv if bias is None else bias, qkv if seed is None else seed, do, dqkv, dbias, length, heads,
-        1.0 / math.sqrt(width), drop, *qkv.stride()[:2], *do.stride()[:2], *dqkv.stride()[:2], BIAS=bias is not None,
-        DROP=drop > 0.0, **launch,
+        1.0 / math.sqrt(width), *dropping(drop), *qkv.stride()[:2], *do.stride()[:2], *dqkv.stride()[:2],
+        BIAS=bias is not None, DROP=drop > 0.0, **launch,
     )  # fmt: skip
     return put(lambda: total(dbias), [dbias], qkv if bias is None else bias)
 

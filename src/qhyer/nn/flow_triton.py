@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qhyer.nn.products_triton import product
-from qhyer.nn.rows_triton import columns, row_norm, row_norm_backward, tile_of, zeros
+from qhyer.nn.rows_triton import columns, row_norm, row_norm_backward, sigmoid, tile_of, zeros
 from qhyer.nn.total_triton import share
 from qhyer.nn.total_triton import total as _total
 from qhyer.streams import begin
@@ -508,7 +508,7 @@ def _silu_forward_kernel(  # type: ignore[no-untyped-def]
     v, _inverse = row_norm(u, column, eps, C, BLOCK)
     weight = tl.load(weight_ptr + e, mask=column, other=0.0).to(tl.float32)[None, :]
     v = v * weight + tl.load(bias_ptr + e, mask=column, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + start * C + at, v * tl.sigmoid(v), mask=cell)
+    tl.store(y_ptr + start * C + at, v * sigmoid(v), mask=cell)
 
 
 @triton.jit(do_not_specialize=["M", "steps"])
@@ -535,7 +535,7 @@ def _silu_backward_kernel(  # type: ignore[no-untyped-def]
         u = tl.load(u_ptr + start * C + at, mask=cell, other=0.0).to(tl.float32) + u_bias
         v, inverse = row_norm(u, column, eps, C, BLOCK)
         a = v * weight + bias
-        gate = tl.sigmoid(a)
+        gate = sigmoid(a)
         da = dy * gate * (1.0 + a * (1.0 - gate))
         dweight += tl.sum(da * v, 0)
         dbias += tl.sum(da, 0)

@@ -54,8 +54,8 @@ def _weight(grad: Tensor, x: Tensor, of: Tensor) -> Tensor:
 class _Middle(torch.autograd.Function):
     """GELU(h U^T + bias) W^T, an MLP but for its last bias; both weights in float32 and again in h's dtype.
 
-    Backward needs GELU(u + bias), u = h U^T, for W's gradient. Kept, it would be the widest tensor of a block; the
-    kernel that computes u's gradient has it at hand and writes it then.
+    Backward needs GELU(u + bias), u = h U^T, for W's gradient. It is kept: (M, 4 d) more of a block to hold until then,
+    and one pass over memory of that size less than writing it again beside u's gradient.
     """
 
     @staticmethod
@@ -63,16 +63,16 @@ class _Middle(torch.autograd.Function):
         ctx: Any, h: Tensor, up: Tensor, bias: Tensor, down: Tensor, up_low: Tensor, down_low: Tensor
     ) -> Tensor:
         u = h @ up_low.t()
-        ctx.save_for_backward(h, u, bias, up, down, up_low, down_low)
-        return bias_gelu(u, bias) @ down_low.t()
+        y = bias_gelu(u, bias)
+        ctx.save_for_backward(h, u, y, bias, up, down, up_low, down_low)
+        return y @ down_low.t()
 
     @staticmethod
     @once_differentiable  # the low weights are apart from those they are made of
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
-        h, u, bias, up, down, up_low, down_low = ctx.saved_tensors
-        du, dbias, y = bias_gelu_backward(u, bias, grad @ down_low, True)
-        ddown = _weight(grad, y, down)
-        del y  # the widest there is
+        h, u, y, bias, up, down, up_low, down_low = ctx.saved_tensors
+        ddown = _weight(grad, y, down)  # waits for nothing that this makes
+        du, dbias = bias_gelu_backward(u, bias, grad @ down_low)
         return du @ up_low, _weight(du, h, up), dbias.to(bias.dtype), ddown, None, None
 
 
@@ -202,8 +202,8 @@ def branches_backward(
     grads: list[Tensor], h: Tensor, attention: list[Tensor], mamba: list[Tensor], low: list[Tensor], kept: list[Tensor],
     seed: Tensor, batch: int, heads: int, drop: float,
 ) -> list[Tensor]:  # fmt: skip
-    """-> gradients: of h and the stack; of attention's bias and out weight; of Mamba's conv weight and bias, x_proj and
-    dt_proj weights, [dt_proj bias; D] (2, E), A_log and out_proj weight. But for h's they are put aside."""
+    """-> gradients: of h and the stack; of attention's bias and out weight; of Mamba's [conv weight; bias] in a row,
+    x_proj and dt_proj weights, [dt_proj bias; D] (2, E), A_log and out_proj weight. But for h's they are put aside."""
     projected = kept[0]
     dprojected = torch.empty_like(projected)
     qkv, x, z = _columns(projected, attention, batch)
@@ -236,7 +236,7 @@ def branches_backward(
         dA_log = aside(lambda: torch.mul(dA, A, out=torch.empty_like(A)), [dA, A], A_log)
         weights = (_weight(*each) for each in ((dselected, u, of[0]), (ddt, delta, of[1]), (grad, y, of_out)))
         dx_proj, ddt_proj, dout = weights
-        return [*dconv, dx_proj, ddt_proj, dvector, dA_log, dout]
+        return [dconv, dx_proj, ddt_proj, dvector, dA_log, dout]
 
     one, two = _either(attend if attention else None, scan if mamba else None, h.device)
     return [dprojected @ low[0], _weight(dprojected, h, (attention or mamba)[0]), *one, *two]
@@ -255,7 +255,8 @@ def _(
         found += [full(*attention[1].shape), full(*attention[2].shape)]
     if mamba:
         _, conv, _, x_proj, dt_proj, _, A_log, D, out_proj = mamba
-        shapes = [conv.shape, D.shape, x_proj.shape, dt_proj.shape, (2, len(D)), A_log.shape, out_proj.shape]
+        convolution = (conv.numel() + len(D),)
+        shapes = [convolution, x_proj.shape, dt_proj.shape, (2, len(D)), A_log.shape, out_proj.shape]
         found += [full(*shape) for shape in shapes]
     return found
 
@@ -285,9 +286,10 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         dbias, dout = rest[:2]
         dattention = [dstack[:packed], dbias, dout]
     if mamba:
-        dconv, dconv_bias, dx_proj, ddt_proj, dvector, dA_log, dout_proj = rest[-7:]
+        dconv, dx_proj, ddt_proj, dvector, dA_log, dout_proj = rest[-6:]
         dmamba = [
-            dstack[packed:], dconv, dconv_bias, dx_proj, ddt_proj, dvector[0], dA_log, dvector[1], dout_proj,
+            dstack[packed:], *scanning.of_conv(dconv, mamba[1]), dx_proj, ddt_proj, dvector[0], dA_log, dvector[1],
+            dout_proj,
         ]  # fmt: skip
     return dh, dattention, dmamba, [None] * len(low), None, None, None, None
 

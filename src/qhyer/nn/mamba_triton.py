@@ -22,8 +22,9 @@ and step. (The suffix sum costs about one decimal digit of float32 against keepi
 Everything is float32 inside, whatever the tensors are. Sums over channels (dB, dC) and over sequences (dA, dD, dbias)
 are written as partial sums and added by torch in a fixed order: no atomics, so that the same inputs give the same bits.
 
-The causal convolution with its SiLU: a warp walks through STEPS rows of BLOCK channels, unrolled, with every row it
-needs in registers from the start; the sums over time meet once, at the end of a program's segments.
+The causal convolution with its SiLU: forward a warp takes STEPS rows of BLOCK channels, unrolled, with every row it
+needs in registers from the start. Backward it walks through the whole of a sequence, and of several, so that no row is
+read and no gradient computed twice, and leaves its sums over time once, at the end.
 
 `nn/scan.py` decides when this runs; importing qhyer does not import it. Where `mamba_cuda.py` can serve, its kernels
 do the scan, and these are their reference.
@@ -39,7 +40,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qhyer.nn import mamba_cuda
-from qhyer.nn.total_triton import total
+from qhyer.nn.rows_triton import sigmoid
+from qhyer.nn.total_triton import share, total
 from qhyer.streams import Put, at_once
 
 # Channels of a program, and steps whose instructions the compiler may interleave.
@@ -52,12 +54,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _softplus(v):  # type: ignore[no-untyped-def]
     return tl.where(v > 20.0, v, tl.log2(1.0 + tl.exp2(v * LOG2E)) * LN2)
-
-
-@triton.jit
-def _sigmoid(v):  # type: ignore[no-untyped-def]
-    root = tl.rsqrt(1.0 + tl.exp2(-v * LOG2E))  # 1 / u as rsqrt(u)^2: two instructions, a division takes ten
-    return root * root
 
 
 @triton.jit
@@ -123,7 +119,7 @@ def _scan_forward_kernel(  # type: ignore[no-untyped-def]
         h = tl.exp2(delta[None, :] * A) * h + (delta * x)[None, :] * B[:, None]
         y = tl.sum(h * C[:, None], 0) + D * x
         if GATE:
-            y *= z * _sigmoid(z)
+            y *= z * sigmoid(z)
         tl.store(y_ptr + t * E + e, y, mask=channel)
     if LAST:
         tl.store(last_ptr + b * N * E + at, h, mask=cell)
@@ -183,7 +179,7 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
         elapsed += delta
         Ch = h * C[:, None]
         if GATE:
-            s = _sigmoid(z)
+            s = sigmoid(z)
             y = tl.sum(Ch, 0) + D * x
             tl.store(dz_ptr + t * dz_row + e, dy * y * s * (1.0 + z * (1.0 - s)), mask=channel)
             dy *= z * s
@@ -212,7 +208,7 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
         if SOFTPLUS:
             delta = _softplus(delta + bias)
         if GATE:
-            dy *= z * _sigmoid(z)
+            dy *= z * sigmoid(z)
         g += dy[None, :] * C[:, None]
         entering = delta * x
         tl.store(dBC_ptr + t * (2 * N) + n, tl.sum(entering[None, :] * g, 1), mask=known)  # dB
@@ -256,73 +252,104 @@ def _conv_forward_kernel(  # type: ignore[no-untyped-def]
     xs = ()  # every row once, and all of them asked for before the first is needed
     for o in tl.static_range(STEPS + WIDTH - 1):
         t = start + (o - (WIDTH - 1))
-        inside = ((t >= -lead) & (t < L))[:, None] & channel[None, :]
+        known = t < L
+        if o < WIDTH - 1:  # the others are not before the beginning
+            known &= t >= -lead
+        inside = known[:, None] if E % BLOCK == 0 else known[:, None] & channel[None, :]
         xs = xs + (tl.load(x_at + (o - (WIDTH - 1)) * x_row, mask=inside, other=0.0),)  # noqa: RUF005
     for o in tl.static_range(STEPS):
-        pre = tl.zeros([SEGMENTS, BLOCK], tl.float32) + bias
+        pre = bias
         for j in tl.static_range(WIDTH):
             pre += weights[j] * xs[o + j].to(tl.float32)
-        inside = (start + o < L)[:, None] & channel[None, :]
-        tl.store(y_at + o * E, pre * tl.sigmoid(pre), mask=inside)
+        known = start + o < L
+        inside = known[:, None] if E % BLOCK == 0 else known[:, None] & channel[None, :]
+        tl.store(y_at + o * E, pre * sigmoid(pre), mask=inside)
+
+
+@triton.jit
+def _conv_rows(  # type: ignore[no-untyped-def]
+    x_at, dy_at, row, rows, zero, known, x_row: tl.constexpr, dy_row: tl.constexpr, LEAD: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """STEPS rows of x and of dy, from `row` on; zeros where there are none."""
+    x_at += row * x_row
+    dy_at += row * dy_row
+    xs, dys = (), ()
+    for o in tl.static_range(STEPS):
+        inside = known & (zero + (row + o) < rows)
+        xs = xs + (tl.load(x_at + o * x_row, mask=inside, other=0.0),)  # noqa: RUF005
+        if LEAD > 0:
+            inside &= zero + (row + o) >= LEAD
+        dys = dys + (tl.load(dy_at + o * dy_row, mask=inside, other=0.0),)  # noqa: RUF005
+    return xs, dys
 
 
 @triton.jit
 def _conv_backward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, dy_ptr,
-    dx_ptr, dparameter_ptr,  # (B, lead + L, E), (tiles, B, WIDTH + 1, E): partial sums of weight and bias
-    L, lead, batch, x_batch, dy_batch, dx_batch,
+    dx_ptr, dparameter_ptr,  # (B, lead + L, E), (programs, E WIDTH + E): partial sums of weight and bias
+    L, batch, turns, x_batch, dy_batch, dx_batch,
     x_row: tl.constexpr, dy_row: tl.constexpr, dx_row: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr,
-    SEGMENTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    LEAD: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(2).to(tl.int64)
+    """A warp walks through BLOCK channels of a sequence, and of others after it: at row r, with x of this row and of
+    the WIDTH - 1 before, it has the pre-activation there, and with its gradient all of dx at row r - (WIDTH - 1). The
+    next STEPS rows are on their way while these are computed."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    start = (tl.program_id(1) * SEGMENTS + tl.arange(0, SEGMENTS)) * STEPS  # rows of x: output t is at row lead + t
     channel = e < E
-    rows = L + lead
-    x_at = x_ptr + b * x_batch + start[:, None] * x_row + e[None, :]
-    dy_at = dy_ptr + b * dy_batch + (start - lead)[:, None] * dy_row + e[None, :]
-    dx_at = dx_ptr + b * dx_batch + start[:, None] * dx_row + e[None, :]
-    bias = tl.load(bias_ptr + e, mask=channel, other=0.0)[None, :]
+    rows = L + LEAD
+    zero = tl.zeros([BLOCK], tl.int32)  # rows are compared as vectors: the interpreter knows no masks of one number
+    bias = tl.load(bias_ptr + e, mask=channel, other=0.0)
     weights = ()
-    for j in tl.static_range(WIDTH):
-        weights = weights + (tl.load(weight_ptr + e * WIDTH + j, mask=channel, other=0.0)[None, :],)  # noqa: RUF005
-    xs = ()
-    dys = ()
-    for o in tl.static_range(STEPS + 2 * (WIDTH - 1)):
-        row = start + (o - (WIDTH - 1))
-        inside = ((row >= 0) & (row < rows))[:, None] & channel[None, :]
-        xs = xs + (tl.load(x_at + (o - (WIDTH - 1)) * x_row, mask=inside, other=0.0),)  # noqa: RUF005
-        if o >= WIDTH - 1:
-            inside = ((row >= lead) & (row < rows))[:, None] & channel[None, :]
-            dys = dys + (tl.load(dy_at + (o - (WIDTH - 1)) * dy_row, mask=inside, other=0.0),)  # noqa: RUF005
     dweights = ()
-    for _ in tl.static_range(WIDTH):
-        dweights = dweights + (tl.zeros([SEGMENTS, BLOCK], tl.float32),)  # noqa: RUF005
-    dbias = tl.zeros([SEGMENTS, BLOCK], tl.float32)
-    dpres = ()  # the gradients by the pre-activations of the segment and of the WIDTH - 1 outputs after it
-    for o in tl.static_range(STEPS + WIDTH - 1):
-        pre = tl.zeros([SEGMENTS, BLOCK], tl.float32) + bias
-        for j in tl.static_range(WIDTH):
-            pre += weights[j] * xs[o + j].to(tl.float32)
-        s = tl.sigmoid(pre)
-        dpre = dys[o].to(tl.float32) * s * (1.0 + pre * (1.0 - s))
-        dpres = dpres + (dpre,)  # noqa: RUF005
-        if o < STEPS:  # those after it are counted by the next segment
-            dbias += dpre
-            added = ()
-            for j in tl.static_range(WIDTH):
-                added = added + (dweights[j] + dpre * xs[o + j].to(tl.float32),)  # noqa: RUF005
-            dweights = added
-        if o >= WIDTH - 1:
-            dx = tl.zeros([SEGMENTS, BLOCK], tl.float32)
-            for j in tl.static_range(WIDTH):
-                dx += weights[j] * dpres[o - j]
-            inside = (start + (o - (WIDTH - 1)) < rows)[:, None] & channel[None, :]
-            tl.store(dx_at + (o - (WIDTH - 1)) * dx_row, dx, mask=inside)
-    dparameter_ptr += (tl.program_id(1) * batch + b) * (WIDTH + 1) * E
     for j in tl.static_range(WIDTH):
-        tl.store(dparameter_ptr + j * E + e, tl.sum(dweights[j], 0), mask=channel)
-    tl.store(dparameter_ptr + WIDTH * E + e, tl.sum(dbias, 0), mask=channel)
+        weights = weights + (tl.load(weight_ptr + e * WIDTH + j, mask=channel, other=0.0),)  # noqa: RUF005
+        dweights = dweights + (tl.zeros([BLOCK], tl.float32),)  # noqa: RUF005
+    dbias = tl.zeros([BLOCK], tl.float32)
+    for turn in range(turns):
+        b = (turn * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+        here = zero + b < batch
+        if E % BLOCK != 0:
+            here &= channel
+        x_at = x_ptr + b * x_batch + e
+        dy_at = dy_ptr + b * dy_batch - LEAD * dy_row + e  # output t is at row lead + t
+        dx_at = dx_ptr + b * dx_batch + e
+        before = ()  # x of the WIDTH - 1 rows before, the last of them last
+        dpres = ()  # gradients by the pre-activations there
+        for _ in tl.static_range(WIDTH - 1):
+            before = before + (tl.zeros([BLOCK], tl.float32),)  # noqa: RUF005
+            dpres = dpres + (tl.zeros([BLOCK], tl.float32),)  # noqa: RUF005
+        next_xs, next_dys = _conv_rows(x_at, dy_at, 0, rows, zero, here, x_row, dy_row, LEAD, STEPS)
+        for row in range(0, rows + WIDTH - 1, STEPS):
+            xs, dys = next_xs, next_dys
+            into = dx_at + row * dx_row
+            next_xs, next_dys = _conv_rows(x_at, dy_at, row + STEPS, rows, zero, here, x_row, dy_row, LEAD, STEPS)
+            for o in tl.static_range(STEPS):
+                window = before + (xs[o].to(tl.float32),)  # noqa: RUF005
+                pre = bias
+                for j in tl.static_range(WIDTH):
+                    pre += weights[j] * window[j]
+                s = sigmoid(pre)
+                dpre = dys[o].to(tl.float32) * s * (1.0 + pre * (1.0 - s))  # zero where there is no output
+                dpres = dpres + (dpre,)  # noqa: RUF005
+                added = ()
+                for j in tl.static_range(WIDTH):
+                    added = added + (dweights[j] + dpre * window[j],)  # noqa: RUF005
+                dweights = added
+                dbias += dpre
+                dx = tl.zeros([BLOCK], tl.float32)
+                for j in tl.static_range(WIDTH):
+                    dx += weights[j] * dpres[WIDTH - 1 - j]
+                at = row + o - (WIDTH - 1)
+                inside = here & (zero + at < rows)
+                if o < WIDTH - 1:
+                    inside &= zero + row > 0
+                tl.store(into + (o - (WIDTH - 1)) * dx_row, dx, mask=inside)
+                before, dpres = window[1:], dpres[1:]
+    dparameter_ptr += tl.program_id(1).to(tl.int64) * (WIDTH + 1) * E
+    for j in tl.static_range(WIDTH):
+        tl.store(dparameter_ptr + e * WIDTH + j, dweights[j], mask=channel)
+    tl.store(dparameter_ptr + WIDTH * E + e, dbias, mask=channel)
 
 
 def _rows(*tensors: Tensor) -> list[int]:
@@ -486,12 +513,9 @@ gated_scan.register_autograd(_backward, setup_context=_setup)
 
 # ------------------------------------------------------------------------------------------------ the convolution
 
-CONV_STEPS, CONV_BLOCK = 16, 64
-
-
-def _segments(rows: int) -> int:
-    """Segments of a program, a warp each: as many as there are, up to four."""
-    return min(4, triton.next_power_of_2(triton.cdiv(rows, CONV_STEPS)))
+CONV_STEPS, CONV_BLOCK = 16, 64  # forward: rows of a warp, and channels
+CONV_BACKWARD_STEPS = 8  # rows on their way while as many are computed
+CONV_WARPS = 16 * 132  # of a backward launch: 16 on every multiprocessor of an H200, each leaving partial sums
 
 
 def conv_forward(x: Tensor, weight: Tensor, bias: Tensor, lead: int) -> Tensor:
@@ -499,35 +523,40 @@ def conv_forward(x: Tensor, weight: Tensor, bias: Tensor, lead: int) -> Tensor:
     (x,) = _contiguous(x)
     batch, rows, width = x.shape
     length = rows - lead
-    segments = _segments(length)
+    # Segments of a program, a warp each: as many as there are, up to four, and all as long.
+    segments = min(4, triton.next_power_of_2(triton.cdiv(length, CONV_STEPS)))
+    tiles = triton.cdiv(length, segments * CONV_STEPS)
+    steps = triton.cdiv(length, segments * tiles)
     y = torch.empty(batch, length, width, device=x.device, dtype=x.dtype)
-    _conv_forward_kernel[(triton.cdiv(width, CONV_BLOCK), triton.cdiv(length, segments * CONV_STEPS), batch)](
+    _conv_forward_kernel[(triton.cdiv(width, CONV_BLOCK), tiles, batch)](
         x, weight, bias, y, length, lead, x.stride(0), x_row=x.stride(1), E=width, WIDTH=weight.shape[1],
-        SEGMENTS=segments, STEPS=CONV_STEPS, BLOCK=CONV_BLOCK, num_warps=segments,
+        SEGMENTS=segments, STEPS=steps, BLOCK=CONV_BLOCK, num_warps=segments,
     )  # fmt: skip
     return y
 
 
 def conv_backward(
     x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead: int, dx: Tensor, put: Put = at_once
-) -> tuple[Tensor, Tensor]:
-    """Writes dx, whose batch and rows may lie anywhere -> dweight (E, width) and dbias (E,)."""
+) -> Tensor:
+    """Writes dx, whose batch and rows may lie anywhere -> d[weight; bias], in a row as they lie in memory."""
     x, dy = _contiguous(x, dy)
     batch, rows, width = x.shape
-    taps, segments = weight.shape[1], _segments(rows)
-    tiles = triton.cdiv(rows, segments * CONV_STEPS)
-    dparameter = torch.empty(tiles, batch, taps + 1, width, device=x.device, dtype=torch.float32)
-    _conv_backward_kernel[(triton.cdiv(width, CONV_BLOCK), tiles, batch)](
-        x, weight, bias, dy, dx, dparameter, rows - lead, lead, batch, x.stride(0), dy.stride(0), dx.stride(0),
+    taps = weight.shape[1]
+    blocks = triton.cdiv(width, CONV_BLOCK)
+    programs, turns = share(batch, CONV_WARPS // blocks)
+    dparameter = torch.empty(programs, (taps + 1) * width, device=x.device, dtype=torch.float32)
+    _conv_backward_kernel[(blocks, programs)](
+        x, weight, bias, dy, dx, dparameter, rows - lead, batch, turns, x.stride(0), dy.stride(0), dx.stride(0),
         x_row=x.stride(1), dy_row=dy.stride(1), dx_row=dx.stride(1), E=width, WIDTH=taps,
-        SEGMENTS=segments, STEPS=CONV_STEPS, BLOCK=CONV_BLOCK, num_warps=segments,
+        LEAD=lead, STEPS=CONV_BACKWARD_STEPS, BLOCK=CONV_BLOCK, num_warps=1,
     )  # fmt: skip
+    return put(lambda: total(dparameter), [dparameter], weight)
 
-    def sums() -> tuple[Tensor, Tensor]:
-        *dweight, dbias = total(dparameter.flatten(0, 1))
-        return torch.stack(dweight, -1), dbias.clone()  # as the parameters lie in memory, and no two of one
 
-    return put(sums, [dparameter], weight)
+def of_conv(sums: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """-> dweight (E, width) and dbias (E,)."""
+    dweight, dbias = sums.split([weight.numel(), len(sums) - weight.numel()])
+    return dweight.view(weight.shape), dbias
 
 
 @torch.library.custom_op("qhyer::conv_silu", mutates_args=())
@@ -543,16 +572,15 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, lead: int) -> Tensor:
 
 
 @torch.library.custom_op("qhyer::conv_silu_backward", mutates_args=())
-def conv_silu_backward(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dx, dweight (E, width), dbias (E,)."""
+def conv_silu_backward(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead: int) -> tuple[Tensor, Tensor]:
+    """-> dx, d[weight; bias] (E width + E,)."""
     dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    return dx, *conv_backward(x, weight, bias, dy, lead, dx)
+    return dx, conv_backward(x, weight, bias, dy, lead, dx)
 
 
 @conv_silu_backward.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
-    sums = (x.new_empty(shape, dtype=torch.float32) for shape in (weight.shape, bias.shape))
-    return x.new_empty(x.shape), *sums  # type: ignore[return-value]
+def _(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, lead: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(weight.numel() + bias.numel(), dtype=torch.float32)
 
 
 def _conv_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -562,7 +590,8 @@ def _conv_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _conv_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight, bias = ctx.saved_tensors
-    return *conv_silu_backward(x, weight, bias, dy, ctx.lead), None
+    dx, sums = conv_silu_backward(x, weight, bias, dy, ctx.lead)
+    return dx, *of_conv(sums, weight), None
 
 
 conv_silu.register_autograd(_conv_backward, setup_context=_conv_setup)

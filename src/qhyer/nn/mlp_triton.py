@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qhyer.nn.rows_triton import columns, row_norm, row_norm_backward, tile_of
+from qhyer.nn.rows_triton import columns, row_norm, row_norm_backward, sigmoid, tile_of
 from qhyer.nn.total_triton import front, share
 from qhyer.nn.total_triton import total as _total
 
@@ -34,7 +34,7 @@ CUBE = tl.constexpr(0.044715)
 @triton.jit
 def _half_tanh(x):  # type: ignore[no-untyped-def]
     """(1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which is a sigmoid: GELU is x times this."""
-    return tl.sigmoid((x + x * x * x * CUBE) * SLOPE)
+    return sigmoid((x + x * x * x * CUBE) * SLOPE)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -141,6 +141,16 @@ class Module:
 
 
 @functools.cache
+def room(device: torch.device) -> int:
+    """Bytes of arguments that a kernel may have: more since CUDA 12.1, compiler and driver, from Volta on."""
+    driver = ctypes.c_int()
+    _checked(_driver().cuDriverGetVersion(ctypes.byref(driver)))
+    compiler = tuple(map(int, str(torch.version.cuda).split(".")[:2]))
+    more = driver.value >= 12010 and compiler >= (12, 1) and torch.cuda.get_device_capability(device) >= (7, 0)
+    return 32764 if more else 4096
+
+
+@functools.cache
 def works(source: str, options: tuple[str, ...], device: torch.device, instead: str) -> bool:
     """Whether this can be compiled for this device; if not, why and what serves instead, said once."""
     try:

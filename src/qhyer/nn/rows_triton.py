@@ -1,4 +1,4 @@
-"""What kernels of rows share: which columns are a thread's, the norm of a row and its gradient, sums, tiles.
+"""What kernels of rows share: which columns are a thread's, the norm of a row and its gradient, dropout, sums, tiles.
 
 Importing qhyer does not import this module.
 """
@@ -14,6 +14,14 @@ def columns(BLOCK: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyp
     """VECTOR columns in a row are one thread's. Were these more than make one row of a warp's share, the compiler would
     put some warps on other rows, and sums over rows would pass through shared memory."""
     return tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
+
+
+@triton.jit
+def sigmoid(v):  # type: ignore[no-untyped-def]
+    root = tl.rsqrt(
+        1.0 + tl.exp2(v * -1.4426950408889634)
+    )  # 1 / u as rsqrt(u)^2: two instructions, a division takes ten
+    return root * root
 
 
 @triton.jit
@@ -34,6 +42,28 @@ def row_norm_backward(dv, v, inverse, C: tl.constexpr):  # type: ignore[no-untyp
     first = (tl.sum(dv, 1) * (1.0 / C))[:, None]
     second = (tl.sum(dv * v, 1) * (1.0 / C))[:, None]
     return inverse * (dv - first - v * second)
+
+
+@triton.jit
+def kept(seed, row, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which numbers of these rows dropout keeps (ROWS, COLUMNS): those whose 16 random bits reach the threshold, as
+    `dropping` gives it.
+
+    Random bits are half of what a kernel of dropout does. Philox of seven rounds (the fewest with which it passes all
+    of the usual tests) gives four words at a time: those of four neighbouring columns, in the upper bits for the first
+    half of a row, in the lower bits for the second.
+    """
+    four = tl.arange(0, COLUMNS // 8)
+    b0, b1, b2, b3 = tl.randint4x(seed, row[:, None] * (COLUMNS // 8) + four[None, :], n_rounds=7)
+    words = tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [ROWS, COLUMNS // 2])
+    bits = tl.reshape(tl.permute(tl.join(words, words << 16), (0, 2, 1)), [ROWS, COLUMNS])
+    return bits.to(tl.int32, bitcast=True) >= threshold
+
+
+def dropping(drop: float) -> tuple[int, float]:
+    """-> threshold of random bits, signed and in the upper half of a word, and the scale of what is kept."""
+    dropped = min(round(drop * 2**16), 2**16 - 1)
+    return (dropped - 2**15) * 2**16, 1.0 / (1.0 - dropped / 2**16)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ would choose 16 bytes for either, and move tiles from one layout to the other th
 Backward walks through many tiles per program, with the gradients of the parameters in registers; every program writes
 one row of partial sums, and torch adds those in a fixed order: no atomics, so that the same inputs give the same bits.
 
-Dropout's mask is a function of a seed and the place in the matrix (Philox, seven rounds, a call for four columns);
+Dropout's mask is a function of a seed and the place in the matrix (`kept`, a call of Philox for eight columns);
 backward computes it again. The seed is a tensor on the device, so that a CUDA graph draws a new one at every replay.
 
 Rows that nobody reads after a seam need not leave it (`read`): a decoder's heads are read at a step's tokens but for
@@ -37,12 +37,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from qhyer.nn.rows_triton import dropping, kept
 from qhyer.nn.total_triton import share
 from qhyer.nn.total_triton import total as _total
 from qhyer.streams import aside
 
 SEAM_WARPS = 12 * 132  # of one backward launch: 12 on every multiprocessor of an H200, each leaving partial sums
+SEAM_REGISTERS = 168  # that so many have; told, the compiler uses them to ask for tensors early
 WARPS = 8 * 132  # of GELU's, and of column sums
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -51,15 +54,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _columns(BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.max_contiguous(tl.arange(0, BLOCK), 4)
-
-
-@triton.jit
-def _keep(seed, row, threshold, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which of the elements of these rows dropout keeps: those whose 32 random bits, signed, reach the threshold."""
-    four = tl.arange(0, BLOCK // 4)
-    b0, b1, b2, b3 = tl.randint4x(seed, row[:, None] * (BLOCK // 4) + four[None, :], n_rounds=7)
-    bits = tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [ROWS, BLOCK])
-    return bits.to(tl.int32, bitcast=True) >= threshold
 
 
 @triton.jit
@@ -101,7 +95,7 @@ def _seam_forward_kernel(  # type: ignore[no-untyped-def]
             y2 = tl.load(y2_ptr + source_base + source_at, mask=cell, other=0.0).to(tl.float32)
             y = alpha * y + (1.0 - alpha) * y2
         if DROP:
-            y = tl.where(_keep(tl.load(seed_ptr), source, threshold, ROWS, BLOCK), y * scale, 0.0)
+            y = tl.where(kept(tl.load(seed_ptr), source, threshold, ROWS, BLOCK), y * scale, 0.0)
         x = (x + y).to(x_out_ptr.dtype.element_ty)
         tl.store(x_out_ptr + base + at, x, mask=cell)
         x = x.to(tl.float32)  # backward knows x as it was written, so the norm is of that
@@ -158,18 +152,28 @@ def _seam_backward_kernel(  # type: ignore[no-untyped-def]
         if L > 0:
             source, first_source = _source(row, L, P, R), _source(start, L, P, R)
             source_base, source_at = first_source.to(tl.int64) * D, (source - first_source)[:, None] * D + e[None, :]
-        # What lies outside is loaded as zero and adds zero to every sum, so that only stores need a mask.
-        x = tl.load(x_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
+        # All loads before the first store, and in their own dtypes: none may pass a store, and each would be waited for
+        # in turn. What lies outside is loaded as zero and adds zero to every sum, so that only stores need a mask.
+        x = tl.load(x_ptr + base + at, mask=cell, other=0.0)
         if DH:
-            dh = tl.load(dh_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
+            dh = tl.load(dh_ptr + base + at, mask=cell, other=0.0)
         else:
             dh = tl.zeros([ROWS, BLOCK], tl.float32)
         mean = tl.load(stats_ptr + row, mask=row < M, other=0.0)[:, None]
         inverse = tl.load(stats_ptr + M + row, mask=row < M, other=0.0)[:, None]
-        x = (x - mean) * inverse
         if GATE:
             out = tl.load(alpha_out_ptr + row, mask=row < M, other=0.0)
-            dlogit = tl.load(dalpha_out_ptr + row, mask=row < M, other=0.0).to(tl.float32) * out * (1.0 - out)
+            dlogit = tl.load(dalpha_out_ptr + row, mask=row < M, other=0.0)
+        if DX:
+            dx_out = tl.load(dx_out_ptr + base + at, mask=cell, other=0.0)
+        if MIX:
+            alpha = tl.load(alpha_ptr + source, mask=row < M, other=0.0)
+            y = tl.load(y_ptr + source_base + source_at, mask=cell, other=0.0)
+            y2 = tl.load(y2_ptr + source_base + source_at, mask=cell, other=0.0)
+        x = (x.to(tl.float32) - mean) * inverse
+        dh = dh.to(tl.float32)
+        if GATE:
+            dlogit = dlogit.to(tl.float32) * out * (1.0 - out)
             dgate_bias += dlogit
             dgate += dlogit[:, None] * (x * weight + bias).to(H).to(tl.float32)  # the gate saw h rounded
             dh += dlogit[:, None] * gate
@@ -180,20 +184,18 @@ def _seam_backward_kernel(  # type: ignore[no-untyped-def]
         second = tl.sum(dx * x, 1) * (1.0 / D)
         dx = inverse * (dx - first[:, None] - x * second[:, None])
         if DX:
-            dx += tl.load(dx_out_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
+            dx += dx_out.to(tl.float32)
         tl.store(dx_ptr + source_base + source_at, dx, mask=cell)
         if ADD:
             if DROP:
-                dx = tl.where(_keep(seed, source, threshold, ROWS, BLOCK), dx * scale, 0.0)
+                dx = tl.where(kept(seed, source, threshold, ROWS, BLOCK), dx * scale, 0.0)
             dy = dx
             if MIX:
-                alpha = tl.load(alpha_ptr + source, mask=row < M, other=0.0).to(tl.float32)[:, None]
-                y2 = tl.load(y2_ptr + source_base + source_at, mask=cell, other=0.0).to(tl.float32)
-                y = tl.load(y_ptr + source_base + source_at, mask=cell, other=0.0).to(tl.float32)
+                difference = y.to(tl.float32) - y2.to(tl.float32)
                 if BIAS:
-                    y += y_bias
-                tl.store(dalpha_ptr + source, tl.sum(dx * (y - y2), 1), mask=row < M)
-                dy = alpha * dx
+                    difference += y_bias
+                tl.store(dalpha_ptr + source, tl.sum(dx * difference, 1), mask=row < M)
+                dy = alpha.to(tl.float32)[:, None] * dx
                 tl.store(dy2_ptr + source_base + source_at, dx - dy, mask=cell)
             tl.store(dy_ptr + source_base + source_at, dy, mask=cell)
             if BIAS:
@@ -256,25 +258,27 @@ def _gelu_forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["M", "steps"])
 def _gelu_backward_kernel(  # type: ignore[no-untyped-def]
-    u_ptr, bias_ptr, dy_ptr, du_ptr, y_ptr, partial_ptr, M, F, steps,
-    AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    u_ptr, bias_ptr, dy_ptr, du_ptr, partial_ptr, M, F, steps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, ROWS)
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = r[:, None] * F + e[None, :]
     bias = tl.load(bias_ptr + e, mask=e < F, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for step in range(steps):
-        start = (step * tl.num_programs(1) + tl.program_id(1)) * ROWS
+    start = tl.program_id(1) * ROWS
+    cell = (start + r < M)[:, None] & (e < F)[None, :]
+    next_u = tl.load(u_ptr + start.to(tl.int64) * F + at, mask=cell, other=0.0)
+    next_dy = tl.load(dy_ptr + start.to(tl.int64) * F + at, mask=cell, other=0.0)
+    for _ in range(steps):
+        u, dy, here, base = next_u, next_dy, cell, start.to(tl.int64) * F
+        start += tl.num_programs(1) * ROWS  # the next tile is on its way while this one is computed
         cell = (start + r < M)[:, None] & (e < F)[None, :]
-        base = start.to(tl.int64) * F
-        v = tl.load(u_ptr + base + at, mask=cell, other=0.0).to(tl.float32) + bias
-        dy = tl.load(dy_ptr + base + at, mask=cell, other=0.0).to(tl.float32)
+        next_u = tl.load(u_ptr + start.to(tl.int64) * F + at, mask=cell, other=0.0)
+        next_dy = tl.load(dy_ptr + start.to(tl.int64) * F + at, mask=cell, other=0.0)
+        v = u.to(tl.float32) + bias
         phi, bell = _gelu(v)
-        du = dy * (phi + v * bell * 0.3989422804014327)  # 1 / sqrt(2 pi)
-        tl.store(du_ptr + base + at, du, mask=cell)
-        if AGAIN:
-            tl.store(y_ptr + base + at, v * phi, mask=cell)
+        du = dy.to(tl.float32) * (phi + v * bell * 0.3989422804014327)  # 1 / sqrt(2 pi)
+        tl.store(du_ptr + base + at, du, mask=here)
         total += du
     tl.store(partial_ptr + tl.program_id(1) * F + e, tl.sum(total, 0), mask=e < F)
 
@@ -324,11 +328,6 @@ def _entered(x: Tensor, read: Sequence[int]) -> tuple[int, ...]:
     return (len(x) // _taken(read) * read[0], x.shape[1]) if read else tuple(x.shape)
 
 
-def _dropping(drop: float) -> tuple[int, float]:
-    """-> threshold of random bits, signed, and the scale of what is kept."""
-    return min(round(drop * 2**32) - 2**31, 2**31 - 1), 1.0 / (1.0 - drop)
-
-
 def seam(
     x: Tensor, y: Tensor | None, y_bias: Tensor | None, y2: Tensor | None, alpha: Tensor | None,
     norm_weight: Tensor, norm_bias: Tensor, gate_weight: Tensor | None, gate_bias: Tensor | None,
@@ -360,10 +359,10 @@ def seam(
             raise ValueError(f"read goes with y and rows of whole windows of {length}, not {tuple(x.shape)}")
         if not 0 < first <= (length - 1) % per_step + 1:
             raise ValueError(f"of windows of {length} rows, {first} of every {per_step} cannot be read: some lack")
-    x_out, h, alpha_out, _stats = seam_forward(
+    x_out, h, alpha_out, *_stats = (_First.apply if y is None else seam_forward)(
         x, y, y_bias, y2, alpha, norm_weight, norm_bias, gate_weight, gate_bias, drop, seed, eps, out_dtype, read or ()
     )
-    return x if y is None else x_out, h, None if gate_weight is None else alpha_out
+    return x_out, h, None if gate_weight is None else alpha_out
 
 
 @torch.library.custom_op("qhyer::seam", mutates_args=())
@@ -388,7 +387,7 @@ def seam_forward(
         x if y2 is None else y2.contiguous(), x if alpha is None else alpha.contiguous(),
         norm_weight, norm_bias, x if gate_weight is None else gate_weight.contiguous(),
         x if gate_bias is None else gate_bias, x if seed is None else seed,
-        x_out, h, alpha_out, stats, rows, *_dropping(drop), eps, **tile,
+        x_out, h, alpha_out, stats, rows, *dropping(drop), eps, **tile,
         ADD=y is not None, BIAS=y_bias is not None, MIX=y2 is not None, GATE=gate_weight is not None, DROP=drop > 0.0,
         **_reading(read),
     )  # fmt: skip
@@ -439,9 +438,9 @@ def seam_backward(
         x if gate_weight is None else gate_weight.contiguous(), alpha_out, x if seed is None else seed,
         x if dx_out is None else dx_out.contiguous(), x if dh is None else dh.contiguous(),
         x if dalpha_out is None else dalpha_out.contiguous(),
-        dx, dy, dy2, dalpha, partial, rows, steps, *_dropping(drop), **tile, PARTIAL=size, H=TYPES[h_dtype],
+        dx, dy, dy2, dalpha, partial, rows, steps, *dropping(drop), **tile, PARTIAL=size, H=TYPES[h_dtype],
         ADD=y_dtype is not None, BIAS=biased, MIX=y2 is not None, GATE=gate, DROP=drop > 0.0,
-        DX=dx_out is not None, DH=dh is not None, **_reading(read),
+        DX=dx_out is not None, DH=dh is not None, **_reading(read), maxnreg=SEAM_REGISTERS,
     )  # fmt: skip
     return dx, dy, dy2, dalpha, aside(lambda: _total(partial), [partial], norm_weight)
 
@@ -484,7 +483,7 @@ def _backward(
     alpha, norm_weight, norm_bias, gate_weight = ctx.saved_tensors[5:9]
     width = norm_weight.shape[0]
     dx, dy, dy2, dalpha, sums = seam_backward(
-        *ctx.saved_tensors, dx_out if ctx.y_dtype is not None else None, dh, dalpha_out,
+        *ctx.saved_tensors, dx_out, dh, dalpha_out,
         ctx.drop, ctx.h_dtype, ctx.y_dtype, ctx.y_bias_dtype is not None, ctx.read,
     )  # fmt: skip
     gate = gate_weight is not None and dalpha_out is not None
@@ -504,6 +503,23 @@ def _backward(
 
 
 seam_forward.register_autograd(_backward, setup_context=_setup)
+
+
+class _First(torch.autograd.Function):
+    """A seam without y, out of which x comes as it went in. What follows reads x as well as h: if it read the x that
+    went in, autograd would add its gradient to that of h in a pass over memory; the kernel has it at hand. (An
+    operation of torch.library may not return what it was given.)"""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = seam_forward(*inputs)
+        _setup(ctx, inputs, output)
+        return inputs[0], output[1], output[2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_out: Tensor | None, dh: Tensor | None, dalpha_out: Tensor | None) -> tuple[Any, ...]:
+        return _backward(ctx, dx_out, dh, dalpha_out, None)
 
 
 # --------------------------------------------------------------------------------------- the middle of an MLP, sums
@@ -534,27 +550,23 @@ def _(u: Tensor, bias: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("qhyer::bias_gelu_backward", mutates_args=())
-def bias_gelu_backward(u: Tensor, bias: Tensor, dy: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """-> du, dbias in float32, and GELU(u + bias) once more where it was not kept (empty otherwise)."""
+def bias_gelu_backward(u: Tensor, bias: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """-> du and, in float32, dbias."""
     u, dy = u.contiguous(), dy.contiguous()
     width = u.shape[-1]
     rows = u.numel() // width
     du = torch.empty_like(u)
-    y = torch.empty_like(u) if again else u.new_empty(0)
     tile = _wide(width, 16)
     blocks = triton.cdiv(width, tile["BLOCK"])
     programs, steps = share(triton.cdiv(rows, tile["ROWS"]), WARPS // 2 // blocks)
     partial = u.new_empty(programs, width, dtype=torch.float32)
-    _gelu_backward_kernel[(blocks, programs)](
-        u, bias, dy, du, y if again else du, partial, rows, width, steps, AGAIN=again, **tile
-    )
-    return du, aside(lambda: _total(partial), [partial], bias), y
+    _gelu_backward_kernel[(blocks, programs)](u, bias, dy, du, partial, rows, width, steps, **tile)
+    return du, aside(lambda: _total(partial), [partial], bias)
 
 
 @bias_gelu_backward.register_fake
-def _(u: Tensor, bias: Tensor, dy: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
-    y = u.new_empty(u.shape) if again else u.new_empty(0)
-    return u.new_empty(u.shape), u.new_empty(u.shape[-1], dtype=torch.float32), y
+def _(u: Tensor, bias: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    return u.new_empty(u.shape), u.new_empty(u.shape[-1], dtype=torch.float32)
 
 
 def _gelu_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -563,7 +575,7 @@ def _gelu_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gelu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
     u, bias = ctx.saved_tensors
-    du, dbias, _ = bias_gelu_backward(u, bias, dy, False)
+    du, dbias = bias_gelu_backward(u, bias, dy)
     return du, dbias.to(bias.dtype)
 
 
