@@ -138,9 +138,14 @@ def shared_bytes(length: int, width: int, dtype: torch.dtype) -> int:
     return 2 * P * (P + D) * size + (0 if size == 4 else 3 * P * D)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # torch's compiler cannot follow the question
 def shared_memory(device: torch.device) -> int:
     """What a program on this GPU may have of it; Hopper's where there is no GPU."""
+    return _found(device)
+
+
+@functools.cache
+def _found(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 * 1024
     index = torch.cuda.current_device() if device.index is None else device.index
