@@ -27,7 +27,7 @@ First = TypeVar("First")
 Second = TypeVar("Second")
 SOON, LATER = -1, 0  # priorities: who comes first where kernels of several streams are ready; in a graph, too
 AT_LEISURE = ("critic", "asides")  # which nobody waits for before the end
-HELD = 2**27  # bytes that work put aside may keep from being used again
+HELD = 2**28  # bytes that work put aside may keep from being used again; a block of 256 windows reads 210 MB so
 
 
 @functools.cache
