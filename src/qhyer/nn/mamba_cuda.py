@@ -77,17 +77,22 @@ def suits(x: Tensor, A: Tensor, vectors: tuple[Tensor, ...], others: tuple[Tenso
     """For x and `others` (B, L, ...), A and `vectors` (E,), without a state. QHYER_SCAN=triton says no to all."""
     if not x.is_cuda or torch.version.hip is not None or os.environ.get("QHYER_SCAN") == "triton":
         return False
+    return fits(x, A, vectors, others) and works(x.device)
+
+
+def fits(x: Tensor, A: Tensor, vectors: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+    """Whether the kernels can read and write these: their sizes, types and places, wherever they lie."""
     _, length, width = x.shape
     channels = width // 2
-    fits = x.numel() > 0 and width % 64 == 0 and channels % min(THREADS, channels) == 0 and A.shape[1] in STATES
+    found = x.numel() > 0 and width % 64 == 0 and channels % min(THREADS, channels) == 0 and A.shape[1] in STATES
     for tensor in (A, *vectors):  # A is read four numbers at a time, the others in pairs
-        fits = fits and tensor.dtype == torch.float32 and tensor.storage_offset() % 4 == 0 and tensor.stride(-1) == 1
+        found = found and tensor.dtype == torch.float32 and tensor.storage_offset() % 4 == 0 and tensor.stride(-1) == 1
     for tensor in (x, *others):
         batch, row, last = tensor.stride()
-        fits = fits and tensor.dtype in TYPES and last == 1 and max(batch, length * max(row, width)) <= LARGEST
+        found = found and tensor.dtype in TYPES and last == 1 and max(batch, length * max(row, width)) <= LARGEST
         numbers = (CHUNK if tensor.shape[2] == width else PAIR) // tensor.element_size()
-        fits = fits and batch % numbers == row % numbers == tensor.storage_offset() % numbers == 0
-    return fits and works(x.device)
+        found = found and batch % numbers == row % numbers == tensor.storage_offset() % numbers == 0
+    return found
 
 
 def works(device: torch.device) -> bool:

@@ -85,7 +85,11 @@ def _compile(source: str, options: tuple[str, ...]) -> bytes:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _as_c(value: Tensor | int | float | ctypes.Structure) -> Any:
+Argument = Tensor | int | float | ctypes.Structure
+
+
+def as_c(value: Argument) -> Any:
+    """As a kernel takes it: tensors by their address."""
     if isinstance(value, Tensor):
         return ctypes.c_void_p(value.data_ptr())
     if isinstance(value, ctypes.Structure):
@@ -108,15 +112,9 @@ class Kernel:
         self.function = function
         self.shared = STATIC
 
-    def __call__(
-        self,
-        grid: tuple[int, int, int],
-        threads: int,
-        *arguments: Tensor | int | float | ctypes.Structure,
-        shared: int = 0,
-    ) -> None:
+    def __call__(self, grid: tuple[int, int, int], threads: int, *arguments: Argument, shared: int = 0) -> None:
         """`shared`: bytes of shared memory beside what the kernel names itself."""
-        values = [_as_c(each) for each in arguments]
+        values = [as_c(each) for each in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         _enter()
