@@ -22,6 +22,7 @@ from qhyer.bench.data import data
 from qhyer.bench.eval import evaluation
 from qhyer.bench.infer import Recompute, full_memory, infer, linear_floor, measure_acting
 from qhyer.bench.scan import Problem, around, difference, loop, scan
+from qhyer.bench.traffic import traffic
 from qhyer.bench.train import WARMUP, Training, category, covered, launch, measure_updates, profile_updates, updates
 from qhyer.data import registry
 from qhyer.data.episodes import DataSpec, Episodes
@@ -480,6 +481,35 @@ def test_a_difference_is_seen_and_belongs_to_its_tensor() -> None:
     assert half.dy.shape[0] == 1 and half.inputs[0].dtype == torch.bfloat16 and half.inputs[2].dtype == torch.float32
 
 
+# --------------------------------------------------------------------------------------------------------- traffic
+
+
+def test_traffic_is_what_kernels_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_config) -> None:
+    """GELU forward reads and writes (rows, 4 d) in bfloat16; the last block's has the tokens that are read alone."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU, kernels were compiled when they were imported")
+    config = tiny_config("qhyer")
+    monkeypatch.setattr(presets, "resolve", lambda *_: (config, []))
+    monkeypatch.setenv("QHYER_TRITON", "0")
+    out = tmp_path / "traffic.json"
+    options = {"dataset": "pointmaze-medium-navigate", "out": out}
+    assert traffic(batch=(10, 1000), copy_rate=2.0, **options) == 0  # type: ignore[arg-type]
+    assert os.environ["QHYER_TRITON"] == "0"
+    rows = {(row["name"], row["batch"]): row for row in json.loads(out.read_text())["rows"]}
+    tokens, read = 3 * config.context - 1, 2 * config.context
+    seams = rows["seams and GELU", 10]["extra"]["kernels"]
+    assert seams["_gelu_forward_kernel"] == 2 * 2 * 4 * config.width * ((config.layers - 1) * tokens + read)
+    scans = rows["scan", 10]["extra"]["kernels"]  # x, dt, z and y, (L, 2 d) each, and B and C
+    each = 4 * tokens * 2 * config.width + 2 * tokens * config.state_size
+    assert scans["_scan_forward_kernel"] == 2 * config.layers * each
+    assert rows["all", 1000]["ms"] == pytest.approx(100 * rows["all", 10]["ms"])
+    moved = sum(row["extra"]["window_bytes"] for (name, batch), row in rows.items() if name != "all" and batch == 10)
+    assert rows["all", 10]["ms"] == pytest.approx(1e3 * 10 * moved / 2e9)
+    with pytest.raises(UserError, match="--copy-rate"):
+        traffic(copy_rate=0.0)
+
+
 # ------------------------------------------------------------------------------------------------------- all of it
 
 
@@ -558,7 +588,7 @@ def test_scan_on_a_gpu(dtype, tmp_path: Path) -> None:
         assert row["extra"]["difference"] < (0.05 if dtype == "bf16" else 1e-4)
 
 
-@pytest.mark.parametrize("name", ["train", "scan", "infer", "eval", "data", "all"])
+@pytest.mark.parametrize("name", ["train", "scan", "infer", "eval", "data", "traffic", "all"])
 def test_a_folder_to_write_to_is_refused_before_anything_is_measured(name, tmp_path):
     from qhyer import cli
 

@@ -397,6 +397,7 @@ def _bench(args: list[str]) -> int | None:
     from qhyer.bench.eval import evaluation
     from qhyer.bench.infer import infer
     from qhyer.bench.scan import scan
+    from qhyer.bench.traffic import traffic
     from qhyer.bench.train import updates
 
     benches: dict[str, Callable[..., int | None]] = {
@@ -408,6 +409,7 @@ def _bench(args: list[str]) -> int | None:
         "infer": infer,
         "eval": evaluation,
         "data": data,
+        "traffic": traffic,
     }
     return _subcommands("qhyer bench", args, benches)
 

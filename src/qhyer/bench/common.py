@@ -156,10 +156,10 @@ def release(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def plain_operations() -> Iterator[None]:
-    """Torch's own operations, no kernels of ours: what can be counted, and what the kernels are compared with."""
+def kernels(use: str) -> Iterator[None]:
+    """What QHYER_TRITON says, within it."""
     before = os.environ.get("QHYER_TRITON")
-    os.environ["QHYER_TRITON"] = "0"
+    os.environ["QHYER_TRITON"] = use
     try:
         yield
     finally:
@@ -167,6 +167,11 @@ def plain_operations() -> Iterator[None]:
             del os.environ["QHYER_TRITON"]
         else:
             os.environ["QHYER_TRITON"] = before
+
+
+def plain_operations() -> contextlib.AbstractContextManager[None]:
+    """Torch's own operations, no kernels of ours: what can be counted, and what the kernels are compared with."""
+    return kernels("0")
 
 
 @contextlib.contextmanager
