@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from qhyer.streams import SOON
+from qhyer.streams import Own
 
 
 class Lane:
@@ -24,14 +24,18 @@ class Lane:
             # A state object of its own rather than a copy of its numbers: a captured graph reads its offset from a
             # tensor of that object, and two graphs in flight must not read the same one.
             self.cuda_state = torch.Generator(device).manual_seed(seed)
-            self.stream = torch.cuda.Stream(device, priority=SOON)
+            self.own = Own(device)
             self.stream.wait_stream(torch.cuda.current_stream(device))  # data and weights are on their way there
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return self.own.stream
 
     def join(self, other: Lane) -> None:
         """On the other's stream from now on, which waits for what is on its way on this one's."""
         if self.device.type == "cuda" and self is not other:
             other.stream.wait_stream(self.stream)
-            self.stream = other.stream
+            self.own = other.own
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

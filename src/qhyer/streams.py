@@ -14,7 +14,7 @@ of its own, where whoever runs that pass says that it will wait (`asides`).
 from __future__ import annotations
 
 import contextlib
-import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -23,22 +23,81 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor  # inside vmap, where seeds are stacked and kernels large enough
 
+from qhyer import driver
+
 First = TypeVar("First")
 Second = TypeVar("Second")
 SOON, LATER = -1, 0  # priorities: who comes first where kernels of several streams are ready; in a graph, too
 AT_LEISURE = ("critic", "asides")  # which nobody waits for before the end
 HELD = 2**28  # bytes that work put aside may keep from being used again; a block of 256 windows reads 210 MB so
+POOLED = 32  # streams of a priority that torch gives out in turn, and then the same ones again
+
+_in_use: set[int] = set()  # streams that are somebody's own, by their address
+_made: set[int] = set()  # those of them that are not torch's
+_spare: dict[tuple[torch.device, int], list[torch.cuda.Stream]] = {}  # made before, and given back
+_partners: dict[tuple[torch.device, int], dict[str, torch.cuda.Stream]] = {}  # of a stream
 
 
-@functools.cache
-def _beside(device: torch.device, stream: int, name: str) -> torch.cuda.Stream:
+def take(device: torch.device, priority: int) -> torch.cuda.Stream:
+    """A stream that nobody else here has until it is given back: one of torch's, or a new one when all of these are
+    taken, as four seeds do.
+
+    Two parts of one run on the same stream would wait for each other, and use memory again that is still read. Two
+    runs that had one in common would share what cuBLAS keeps for every stream, in graphs that run at the same time.
+    """
+    for _ in range(POOLED):
+        stream = torch.cuda.Stream(device, priority=priority)
+        if stream.cuda_stream not in _in_use:
+            break
+    else:
+        spare = _spare.setdefault((stream.device, priority), [])
+        stream = spare.pop() if spare else _new(stream.device, priority)
+    _in_use.add(stream.cuda_stream)
+    return stream
+
+
+def _new(device: torch.device, priority: int) -> torch.cuda.Stream:
+    """One more than torch has; where the driver cannot be asked, one of these for the second time."""
+    place = driver.new_stream(device, priority)
+    if place is None:
+        return torch.cuda.Stream(device, priority=priority)
+    _made.add(place)
+    return torch.cuda.ExternalStream(place, device=device)
+
+
+def give_back(stream: torch.cuda.Stream, priority: int) -> None:
+    """With all partners it has had. Whoever gives it back uses it no more."""
+    for name, partner in _partners.pop((stream.device, stream.cuda_stream), {}).items():
+        give_back(partner, _priority(name))
+    _in_use.discard(stream.cuda_stream)
+    if stream.cuda_stream in _made:
+        _spare[stream.device, priority].append(stream)
+
+
+class Own:
+    """A stream of its own, with its partners, for as long as somebody has this."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = take(device, SOON)
+        weakref.finalize(self, give_back, self.stream, SOON).atexit = False
+
+
+def _priority(name: str) -> int:
+    return LATER if name in AT_LEISURE else SOON
+
+
+def _beside(stream: torch.cuda.Stream, name: str) -> torch.cuda.Stream:
     """The partner of a stream for this kind of work. One each, so that neither runs that share a GPU nor two parts of
     one run that are beside the same stream wait for one another."""
-    # A parameter that two parts use has its gradient summed on one of their streams, on purpose: torch need not warn.
-    hush = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)  # since torch 2.10
-    if hush is not None:
-        hush(False)
-    return torch.cuda.Stream(device, priority=LATER if name in AT_LEISURE else SOON)
+    partners = _partners.setdefault((stream.device, stream.cuda_stream), {})
+    if name not in partners:
+        # A parameter that two parts use has its gradient summed on one of their streams, on purpose: torch need not
+        # warn.
+        hush = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)  # since torch 2.10
+        if hush is not None:
+            hush(False)
+        partners[name] = take(stream.device, _priority(name))
+    return partners[name]
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
@@ -63,7 +122,7 @@ def concurrently(
     if not inputs or not inputs[0].is_cuda or torch.compiler.is_compiling() or is_batchedtensor(inputs[0]):
         return first(), second()
     here = torch.cuda.current_stream(inputs[0].device)
-    beside = _beside(inputs[0].device, here.cuda_stream, name)
+    beside = _beside(here, name)
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
         one = first()
@@ -97,7 +156,7 @@ def fork(
     if device.type != "cuda":
         return first(), second()
     here = torch.cuda.current_stream(device)
-    beside = _beside(device, here.cuda_stream, name)
+    beside = _beside(here, name)
     beside.wait_stream(here)
     try:
         with torch.cuda.stream(beside):
@@ -156,7 +215,7 @@ def begin(name: str, call: Callable[[], First], device: torch.device) -> Begun[F
     if device.type != "cuda" or torch.compiler.is_compiling():
         return Begun(call(), None)
     here = torch.cuda.current_stream(device)
-    beside = _beside(device, here.cuda_stream, name)
+    beside = _beside(here, name)
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
         return Begun(call(), beside)
@@ -168,7 +227,7 @@ class _Asides:
 
     def __init__(self, device: torch.device) -> None:
         self.home = torch.cuda.current_stream(device)
-        self.stream = _beside(device, self.home.cuda_stream, "asides")
+        self.stream = _beside(self.home, "asides")
         self.reads: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
         self.held = 0
         self.seen: set[int] = set()  # parameters, by their place

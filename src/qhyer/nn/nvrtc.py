@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qhyer.driver import DriverError, checked, driver, enter
+
 STATIC = 48 * 1024  # bytes of shared memory that a block has without asking
 MAX_DYNAMIC_SHARED_SIZE, PREFERRED_SHARED_CARVEOUT = 8, 9  # CUfunction_attribute
 
@@ -30,12 +32,7 @@ def source(name: str) -> str:
 
 
 class CompileError(RuntimeError):
-    """The compiler's or the driver's own words."""
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    """The compiler's own words."""
 
 
 @functools.cache
@@ -53,13 +50,6 @@ def _compiler() -> ctypes.CDLL:
         except OSError:
             continue
     raise CompileError(f"{name} was not found")
-
-
-def _checked(status: int) -> None:
-    if status:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
-        raise CompileError(text.value.decode() if text.value else f"CUDA error {status}")
 
 
 def _compile(source: str, options: tuple[str, ...]) -> bytes:
@@ -97,16 +87,6 @@ def as_c(value: Argument) -> Any:
     return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_float(value)
 
 
-def _enter() -> None:
-    """In a thread that has not used the device yet (autograd's, say) the driver knows no context: PyTorch's it is."""
-    driver, context, handle = _driver(), ctypes.c_void_p(), ctypes.c_int()
-    _checked(driver.cuCtxGetCurrent(ctypes.byref(context)))
-    if not context.value:
-        _checked(driver.cuDeviceGet(ctypes.byref(handle), torch.cuda.current_device()))
-        _checked(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
-        _checked(driver.cuCtxSetCurrent(context))
-
-
 class Kernel:
     def __init__(self, function: ctypes.c_void_p) -> None:
         self.function = function
@@ -117,12 +97,12 @@ class Kernel:
         values = [as_c(each) for each in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _enter()
+        enter()
         if shared > self.shared:
-            _checked(_driver().cuFuncSetAttribute(self.function, MAX_DYNAMIC_SHARED_SIZE, shared))
-            _checked(_driver().cuFuncSetAttribute(self.function, PREFERRED_SHARED_CARVEOUT, 100))  # per cent
+            checked(driver().cuFuncSetAttribute(self.function, MAX_DYNAMIC_SHARED_SIZE, shared))
+            checked(driver().cuFuncSetAttribute(self.function, PREFERRED_SHARED_CARVEOUT, 100))  # per cent
             self.shared = shared
-        _checked(_driver().cuLaunchKernel(self.function, *grid, threads, 1, 1, shared, stream, pointers, None))
+        checked(driver().cuLaunchKernel(self.function, *grid, threads, 1, 1, shared, stream, pointers, None))
 
 
 class Module:
@@ -133,7 +113,7 @@ class Module:
     def __getitem__(self, name: str) -> Kernel:
         if name not in self.kernels:
             function = ctypes.c_void_p()
-            _checked(_driver().cuModuleGetFunction(ctypes.byref(function), self.module, name.encode()))
+            checked(driver().cuModuleGetFunction(ctypes.byref(function), self.module, name.encode()))
             self.kernels[name] = Kernel(function)
         return self.kernels[name]
 
@@ -141,10 +121,10 @@ class Module:
 @functools.cache
 def room(device: torch.device) -> int:
     """Bytes of arguments that a kernel may have: more since CUDA 12.1, compiler and driver, from Volta on."""
-    driver = ctypes.c_int()
-    _checked(_driver().cuDriverGetVersion(ctypes.byref(driver)))
+    version = ctypes.c_int()
+    checked(driver().cuDriverGetVersion(ctypes.byref(version)))
     compiler = tuple(map(int, str(torch.version.cuda).split(".")[:2]))
-    more = driver.value >= 12010 and compiler >= (12, 1) and torch.cuda.get_device_capability(device) >= (7, 0)
+    more = version.value >= 12010 and compiler >= (12, 1) and torch.cuda.get_device_capability(device) >= (7, 0)
     return 32764 if more else 4096
 
 
@@ -154,7 +134,7 @@ def works(source: str, options: tuple[str, ...], device: torch.device, instead: 
     try:
         load(source, options, device)
         return True
-    except (CompileError, OSError, AttributeError) as error:
+    except (CompileError, DriverError, OSError, AttributeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         logging.getLogger(__name__).warning("%s on %s, slower: %s", instead, device, reason)
         return False
@@ -165,7 +145,7 @@ def load(source: str, options: tuple[str, ...], device: torch.device) -> Module:
     """The kernels of this source on this device, the current one, compiled once."""
     major, minor = torch.cuda.get_device_capability(device)
     code = _compile(source, (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *options))
-    _enter()
+    enter()
     module = ctypes.c_void_p()
-    _checked(_driver().cuModuleLoadData(ctypes.byref(module), code))
+    checked(driver().cuModuleLoadData(ctypes.byref(module), code))
     return Module(module)
