@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from test_train import assert_same, stop_at
 from qhyer import agents, checkpoint, runs
 from qhyer.agents.qhyer import QHyer
 from qhyer.data.episodes import Episodes
-from qhyer.train import NonFinite, TrainConfig, train
+from qhyer.train import NonFinite, Stopped, TrainConfig, train, train_seeds
 from qhyer.update import GraphedUpdate
 
 OPTIONS = [
@@ -160,6 +161,82 @@ def test_the_next_stage_draws_what_it_would_have_drawn(go, captured, monkeypatch
     monkeypatch.setattr(QHyer, "stages", two)
     assert_same(go("eager", EAGER), go("ahead", CPU))
     assert len(captured) == STEPS - 2 * GraphedUpdate.WARMUP and len(set(captured)) == 2
+
+
+@pytest.mark.parametrize("step", [3, 4, 5, 9])
+def test_a_run_that_is_stopped_saves_what_it_goes_on_from(step, go, captured, tmp_path):
+    """Before the first update that is captured, at it, and after."""
+
+    def stop(at: int) -> None:
+        if at == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    eager = go("eager", EAGER)
+    with pytest.raises(Stopped):
+        go("run", CPU, on_step=stop)
+    run = go("run", CPU, resume=True)
+    assert_same(eager, run)
+    (one, two) = (checkpoint.load(each / "checkpoints" / f"{STEPS:08d}") for each in (eager, run))
+    assert all(torch.equal(value, two.training[name]) for name, value in one.training.items())
+
+
+def test_a_stage_that_could_not_be_finished_is_finished_later(go, captured, monkeypatch, tmp_path):
+    stages, broken = QHyer.stages, [True]
+
+    def finish(episodes) -> None:
+        if broken:
+            raise RuntimeError("no disk")
+
+    def two(self):
+        (stage,) = stages(self)
+        return replace(stage, name="first", steps=6, finish=finish), replace(stage, name="second", steps=STEPS - 6)
+
+    monkeypatch.setattr(QHyer, "stages", two)
+    with pytest.raises(RuntimeError, match="no disk"):
+        go("ahead", CPU)
+    broken.clear()
+    assert_same(go("eager", EAGER), go("ahead", CPU, resume=True))
+
+
+def test_of_several_seeds_one_ends_alone(captured, monkeypatch, tiny_config, point_world, tmp_path):
+    loss, made = QHyer.critic_loss, []
+
+    def poisoned(self, batch):
+        first, metrics = loss(self, batch)
+        if self not in made:
+            made.append(self)
+        self.drawn = getattr(self, "drawn", 0) + 1
+        return first * (torch.nan if made.index(self) == 1 and self.drawn == 9 else 1.0), metrics
+
+    monkeypatch.setattr(QHyer, "critic_loss", poisoned)
+    for name, how in (("eager", EAGER), ("ahead", CPU)):
+        made.clear()
+        with pytest.raises(NonFinite):
+            train_seeds(
+                "qhyer", "x", tiny_config("qhyer", steps=STEPS), how, (0, 1, 2), out=tmp_path / name,
+                episodes=point_world, quiet=True,
+            )  # fmt: skip
+    runs_of = lambda name: sorted(place.parent for place in (tmp_path / name).glob("**/metrics.jsonl"))
+    eager, ahead = runs_of("eager"), runs_of("ahead")
+    assert len(eager) == len(ahead) == 3
+    for seed in (0, 2):
+        assert_same(eager[seed], ahead[seed])
+        assert_same_checkpoints(eager[seed], ahead[seed])
+    (one,), (two,) = (list(each[1].glob("nonfinite-*.npz")) for each in (eager, ahead))
+    assert one.name == two.name
+    with np.load(one) as first, np.load(two) as second:
+        assert first.files == second.files and all((first[key] == second[key]).all() for key in first.files)
+
+
+def test_a_capture_that_is_refused_leaves_no_trace(go, monkeypatch):
+    """Not even of the batch that had been drawn for its first replay."""
+
+    def refuse(work):
+        raise RuntimeError("no graph today")
+
+    monkeypatch.setattr("qhyer.update.capture_for", lambda device, sampler: refuse)
+    options = dict(stitch_rate=0.3, stitch_cell=0.5)
+    assert_same(go("eager", EAGER, **options), go("refused", CPU, **options))
 
 
 def test_a_compiled_loss_is_not_taken_apart(go, captured, monkeypatch):

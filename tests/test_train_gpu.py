@@ -189,7 +189,8 @@ def test_the_rows_of_a_batch_that_was_not_finite(go, replayed, monkeypatch):
 def test_seeds_together_as_alone(name, graph, go, tiny_config, point_world, tmp_path):
     """Over ten updates, with dropout and noise: generators are not shared."""
     options = replace(GPU, graph=graph)
-    made = train_seeds(name, "x", tiny_config(name), options, (0, 1, 2), out=tmp_path, episodes=point_world, quiet=True)
+    seeds = (0, 1, 2, 3, 4) if name == "qhyer" else (0, 1, 2)  # five of these have more streams than torch gives out
+    made = train_seeds(name, "x", tiny_config(name), options, seeds, out=tmp_path, episodes=point_world, quiet=True)
     for seed, run in enumerate(made):
         alone = go(name, f"alone{seed}", replace(options, seed=seed))
         assert losses(run) == pytest.approx(losses(alone), rel=1e-4)

@@ -65,6 +65,17 @@ def test_without_a_bias():
     close(torch.autograd.grad(got, qkv, do)[0], torch.autograd.grad(want, qkv, do)[0], 1e-5)
 
 
+@pytest.mark.parametrize("size", [1e3, 1e5])
+def test_large_scores(size):
+    """Of up to 1e12, as a run has that diverges: a row's greatest weight is one, however its product was rounded."""
+    qkv, _, do = make(2, 9, 2, 16)
+    with torch.no_grad():
+        qkv[..., :64] *= size
+    got, want = short_attention(qkv, None, 2, 0.0, None), reference(qkv, None, 2)
+    close(got, want, 1e-5)
+    assert torch.autograd.grad(got, qkv, do)[0].isfinite().all()
+
+
 def test_views():
     """Rows may lie apart, and so may those of the gradient that comes in."""
     qkv, bias, do = make(3, 7, 2, 16)

@@ -236,6 +236,22 @@ def test_dropout_is_the_same_mask_forward_and_backward(width):
         assert close(gradient, expected[name], 1e-5), name
 
 
+@pytest.mark.parametrize("width", [256, 2048, 4096])
+def test_backward_asks_for_no_more_registers_than_there_are(width, monkeypatch):
+    asked = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *_, **options: asked.append(32 * options["num_warps"] * options["maxnreg"])
+
+    x = torch.zeros(2, width, device=device, requires_grad=True)
+    y = seam(x, None, None, None, None, x[0].detach(), x[0].detach(), None, None, 0.0, None, 1e-5, torch.float32)[1]
+    monkeypatch.setattr(seam_module, "_seam_backward_kernel", Kernel())
+    y.sum().backward()
+    (registers,) = asked
+    assert registers <= 65536
+
+
 def test_bad_arguments():
     inputs = arguments(1, 16, "y")
     with pytest.raises(ValueError, match="seed"):

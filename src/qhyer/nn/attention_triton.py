@@ -52,7 +52,9 @@ def _weights(q, k, t, scale, P: tl.constexpr):  # type: ignore[no-untyped-def]
     """What the softmax weighs by, up to a factor of each row, and the inverse of its sum, which that is."""
     s = tl.dot(q, tl.trans(k), input_precision="tf32x3")
     s = tl.where(t[:, None] >= tl.arange(0, P)[None, :], s, -float("inf"))
-    p = tl.exp2(s * (scale * LOG2E) - (tl.max(s, 1) * (scale * LOG2E))[:, None])
+    # The difference first: multiplied first, one product is rounded and the other, fused, is not, which for scores of
+    # 1e9 leaves a greatest weight of infinity.
+    p = tl.exp2((s - tl.max(s, 1)[:, None]) * (scale * LOG2E))
     return p, 1.0 / tl.sum(p, 1)
 
 

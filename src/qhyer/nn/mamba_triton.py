@@ -342,8 +342,8 @@ def _conv_backward_kernel(  # type: ignore[no-untyped-def]
                     dx += weights[j] * dpres[WIDTH - 1 - j]
                 at = row + o - (WIDTH - 1)
                 inside = here & (zero + at < rows)
-                if o < WIDTH - 1:
-                    inside &= zero + row > 0
+                if o < WIDTH - 1:  # the others are not before the beginning
+                    inside &= zero + at >= 0
                 tl.store(into + (o - (WIDTH - 1)) * dx_row, dx, mask=inside)
                 before, dpres = window[1:], dpres[1:]
     dparameter_ptr += tl.program_id(1).to(tl.int64) * (WIDTH + 1) * E

@@ -46,6 +46,7 @@ from qhyer.streams import aside
 
 SEAM_WARPS = 12 * 132  # of one backward launch: 12 on every multiprocessor of an H200, each leaving partial sums
 SEAM_REGISTERS = 168  # that so many have; told, the compiler uses them to ask for tensors early
+REGISTERS = 65536  # of a multiprocessor, and so the most that a program's threads have together
 WARPS = 8 * 132  # of GELU's, and of column sums
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -440,7 +441,8 @@ def seam_backward(
         x if dalpha_out is None else dalpha_out.contiguous(),
         dx, dy, dy2, dalpha, partial, rows, steps, *dropping(drop), **tile, PARTIAL=size, H=TYPES[h_dtype],
         ADD=y_dtype is not None, BIAS=biased, MIX=y2 is not None, GATE=gate, DROP=drop > 0.0,
-        DX=dx_out is not None, DH=dh is not None, **_reading(read), maxnreg=SEAM_REGISTERS,
+        DX=dx_out is not None, DH=dh is not None, **_reading(read),
+        maxnreg=min(SEAM_REGISTERS, REGISTERS // (32 * tile["num_warps"])),
     )  # fmt: skip
     return dx, dy, dy2, dalpha, aside(lambda: _total(partial), [partial], norm_weight)
 
