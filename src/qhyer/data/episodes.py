@@ -150,7 +150,7 @@ class Episodes:
         radius: float = 0.5,
         pieces: bool = False,
     ) -> Episodes:
-        """Reads an npz in OGBench's layout, or HDF5 of D4RL or Minari (docs/data.md); a sidecar is verified.
+        """Reads an npz in OGBench's layout, or HDF5 of D4RL, Minari or robomimic (docs/data.md); a sidecar is verified.
 
         With `task_goal` the rewards are those of this goal: 1 in states within `radius` of it.
         With `pieces` a walk over several goals becomes an episode for each, where the data say when they were reached.
@@ -228,7 +228,7 @@ def own_name(path: Path) -> str:
 
 
 def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
-    """The arrays of a dataset's file, whatever its format: npz, or HDF5 in the layouts of D4RL and Minari."""
+    """The arrays of a dataset's file, whatever its format: npz, or HDF5 of D4RL, Minari or robomimic."""
     if Path(path).suffix in HDF5:
         from qhyer.data.hdf5 import read_hdf5
 
@@ -327,9 +327,14 @@ def goal_columns(
         raise UserError(f"observation_names {', '.join(names)} must be distinct, one for each of {width} columns")
     if goal is None:
         return tuple(range(width))
-    indices = []
+    indices: list[int] = []
     for item in goal:
         if isinstance(item, str):
+            # A key of robomimic's or of a Dict space stands for all of its columns.
+            parts = [i for i, name in enumerate(names or ()) if name.startswith((f"{item}[", f"{item}/"))]
+            if parts and item not in (names or ()):
+                indices += parts
+                continue
             if names is None or item not in names:
                 known = "no observation_names were given" if names is None else f"the names are {', '.join(names)}"
                 raise UserError(f"goal coordinate {item!r} is not known: {known}")
