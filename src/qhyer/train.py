@@ -284,7 +284,7 @@ def _train(
                 "transitions": episodes.num_transitions,
                 "path": str(Path(dataset).resolve()) if dataset.endswith(".npz") else None,
             },
-            "spec": to_dict(episodes.spec()),
+            "spec": episodes.spec().stored(),
             "versions": runs.versions(),
             "command": command,
             "hardware": runs.hardware(device, threads),

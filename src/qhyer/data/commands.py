@@ -12,8 +12,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from qhyer.data import bounds, hdf5, pieces, registry
 from qhyer.data import check as checks
-from qhyer.data import hdf5, pieces, registry
 from qhyer.data.episodes import FILES, HDF5, end_flags, goal_columns, goal_rewards, read_arrays, read_npz, stored_goal
 from qhyer.data.generate.ant_config import AntConfig
 from qhyer.data.generate.runner import generate as run_generation
@@ -119,7 +119,11 @@ def _with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _problems(arrays: Mapping[str, np.ndarray]) -> list[checks.Problem]:
     needed = (arrays["observations"], arrays["actions"], arrays["terminals"])
-    return checks.find_problems(*needed, arrays.get("rewards"))
+    problems = checks.find_problems(*needed, arrays.get("rewards"))
+    if any(problem.code == "shape" for problem in problems):
+        return problems
+    wrong = bounds.wrong_bounds(arrays["actions"].shape[1], *map(arrays.get, bounds.NAMES))
+    return [*([checks.Problem("error", "bounds", wrong)] if wrong else []), *problems]
 
 
 def info(name_or_path: str, /) -> int:
@@ -145,6 +149,9 @@ def info(name_or_path: str, /) -> int:
     facts.add_row("episodes", f"{len(ends):,}" + (f" of {_span(lengths)} rows" if len(ends) else ""))
     facts.add_row("observation", f"{observations.shape[1]} columns, {observations.dtype}")
     facts.add_row("action", f"{actions.shape[1]} columns, {actions.dtype}")
+    units = [arrays[name] for name in bounds.NAMES if name in arrays]
+    if len(units) == 2 and bounds.wrong_bounds(actions.shape[1], *units) is None:
+        facts.add_row("own units", f"-1 and 1 of actions stand for {bounds.told(*units)}")
     facts.add_row("goal", told)
     others = sorted(set(arrays) - {"observations", "actions", "terminals"})
     if others:
@@ -177,9 +184,12 @@ def convert(
     maze: Literal["umaze", "medium", "large"] | None = None,
     keys: tuple[str, ...] = (),
     split: str | None = None,
+    scale_actions: bool = False,
+    action_low: tuple[float, ...] = (),
+    action_high: tuple[float, ...] = (),
     overwrite: bool = False,
 ) -> int:
-    """Write a dataset as an npz: HDF5 with its defects mended, or some of it; maze data cut at goals.
+    """Write a dataset as an npz: HDF5 with its defects mended, or some of it; actions scaled; maze data cut at goals.
 
     Args:
         source: an HDF5 or npz file, or a dataset's name
@@ -188,6 +198,9 @@ def convert(
         maze: of D4RL's maze2d files: turn them into the coordinates of maze2d-MAZE-v1, with the rewards of its goal
         keys: of robomimic's files, and Minari's with dicts: the observations to read, in this order; all if not given
         split: of robomimic's files: the demonstrations that mask lists under this name, such as train; all if not given
+        scale_actions: map each column of actions to [-1, 1] by its least and greatest; policies act in your units
+        action_low: what becomes -1 instead, with action-high: a number for each column, or one for all
+        action_high: what becomes 1 instead
         overwrite: replace `out` if it is there
     """
     path = _locate(source)
@@ -200,6 +213,8 @@ def convert(
     if out.exists() and out.resolve() == path.resolve():
         raise UserError("the file to write is the one to read; choose another name")
     arrays, notes = _read(path, keys, split)
+    if np.shape(arrays["terminals"]) != np.shape(arrays["observations"])[:1]:
+        arrays = _with_flags(arrays)
     dataset = registry.DATASETS.get(path.stem)
     if dataset is not None and "goal_indices" not in arrays:
         arrays["goal_indices"] = np.array(dataset.goal_indices)
@@ -215,9 +230,12 @@ def convert(
     if cut == "arrivals":
         arrays = pieces.recut(arrays)
         notes.append("cut where a goal was reached")
-    problems = _problems(arrays)
-    if any(problem.severity == "error" for problem in problems):
-        raise DataError(checks.describe(str(path), problems))
+    scaling = scale_actions or bool(action_low or action_high)
+    _refuse(path, arrays, *(["range"] if scaling else []))
+    if scaling:
+        arrays, said = bounds.scaled(arrays, action_low, action_high)
+        notes += said
+        _refuse(path, arrays)
     sidecar = out.with_suffix(".json")
     sidecar.unlink(missing_ok=True)
     with atomic_file(out) as temporary:
@@ -297,6 +315,13 @@ def _turned(path: Path, arrays: dict[str, np.ndarray], environment: str) -> dict
             "name its own maze with --maze, and leave it out if the coordinates are not D4RL's"
         )
     return turned
+
+
+def _refuse(path: Path, arrays: Mapping[str, np.ndarray], *but: str) -> None:
+    """An error if the check finds one, but for those of some codes."""
+    problems = _problems(arrays)
+    if any(problem.severity == "error" and problem.code not in but for problem in problems):
+        raise DataError(checks.describe(str(path), problems))
 
 
 def _read(path: Path, keys: Sequence[str] = (), split: str | None = None) -> tuple[dict[str, np.ndarray], list[str]]:
