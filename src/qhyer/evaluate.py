@@ -267,7 +267,7 @@ def evaluate(
             while len(acting) > left:
                 shard, finish = acting.pop(0)
                 asked = time.perf_counter()
-                actions = finish()
+                actions = agent.spec.own_units(finish())
                 timings.policy_s += time.perf_counter() - asked
                 shard.request("step", actions)
                 if timings.actions is not None:

@@ -25,6 +25,7 @@ from qhyer import agents, runs
 from qhyer.agent import Agent
 from qhyer.checkpoint import write_tensors
 from qhyer.config import from_dict
+from qhyer.data.bounds import told
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import CorruptFile, UserError, did_you_mean
 from qhyer.evaluate import EvalConfig, success_rate
@@ -129,6 +130,7 @@ def megabytes(about: Mapping[str, Any]) -> float:
 def card(name: str, about: Mapping[str, Any]) -> str:
     """The model's README, from what model.json says."""
     data, found = about["data"], about["scores"]
+    ends = from_dict(DataSpec, about["spec"]).action_bounds
     rounded = about["dtype"] == "bf16"
     lines = [
         f"# {name}",
@@ -147,6 +149,7 @@ def card(name: str, about: Mapping[str, Any]) -> str:
         f"| weights | {about['parameters']:,} numbers that acting reads, {about['dtype']}, {megabytes(about):.1f} MB |",
         f"| SHA-256 of {WEIGHTS} | `{about['weights']['sha256']}` |",
         "| versions | " + ", ".join(f"{k} {v}" for k, v in (about["versions"] or {}).items()) + " |",
+        *([f"| actions | in the units of the data, by column: {told(*ends)} |"] if ends else []),
         "",
     ]
     if about["command"]:

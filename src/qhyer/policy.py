@@ -36,6 +36,7 @@ class Policy:
         policy.reset()                                # an episode begins
         action = policy(observation, goal)            # (d_s,), (d_s,) -> (d_a,) in [-1, 1]
 
+    Where the data say what -1 and 1 stand for (`action_low`, `action_high`), actions come in those units instead.
     Several episodes in lock-step have their number as the first axis: (n, d_s), (n, d_s) -> (n, d_a). The goal may
     change on the way; what has been planned is carried out first (chunks of actions), and GAS, which looks for its ways
     when an episode begins, wants a `reset()`. Observations and goals are raw, as in the data.
@@ -61,7 +62,8 @@ class Policy:
         with torch.no_grad():
             action, self._memory = self.agent.act(state, aim, self._memory)
         self._shape = here.shape
-        return action.clamp(-1.0, 1.0).float().cpu().numpy().reshape(*here.shape[:-1], -1)
+        taken = self.agent.spec.own_units(action.clamp(-1.0, 1.0).float().cpu().numpy())
+        return taken.reshape(*here.shape[:-1], -1)
 
     def _checked(self, name: str, value: ArrayLike) -> np.ndarray:
         array = np.array(value.detach().cpu().numpy() if isinstance(value, Tensor) else value, dtype=np.float32)

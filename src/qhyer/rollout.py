@@ -31,7 +31,11 @@ Stepped = tuple[np.ndarray, np.ndarray, np.ndarray]
 """observations, whether the episodes ended, whether they succeeded (so far)"""
 
 
+Bounds = tuple[np.ndarray, np.ndarray]
+"""the least and the greatest action, column by column"""
+
 LOOKED_AT = 4  # episodes of an environment that is checked before training
+ROUNDING = 1e-6  # of a bound's size: this far beyond an environment's it is the same
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class About:
     geometry: dict[str, np.ndarray] | None
     """of a maze"""
     action_shape: tuple[int, ...] = ()
-    bounds: tuple[np.ndarray, np.ndarray] | None = None
+    bounds: Bounds | None = None
     """of actions, where the space has any"""
     seen: tuple[np.ndarray, np.ndarray] | None = None
     """starts and goals (n, d_s) of a few episodes, where `check` has looked at them"""
@@ -68,22 +72,41 @@ class About:
                 "numbers; name the environment of these data with --env"
             )
 
-    def remark(self, environment: str) -> str:
-        """What is odd about it and no error; nothing for most."""
-        if self.bounds is None or all((np.abs(end) == 1.0).all() for end in self.bounds):
+    def remark(self, environment: str, own: Bounds | None = None) -> str:
+        """What is odd about it and no error; nothing for most. `own`: the units of the data's actions, where they have
+        some; policies act in those."""
+        if self.bounds is None:
             return ""
         low, high = (_short(end) for end in self.bounds)
+        if own is not None:
+            slack = ROUNDING * (np.abs(own[0]) + np.abs(own[1]))
+            if (own[0] >= self.bounds[0] - slack).all() and (own[1] <= self.bounds[1] + slack).all():
+                return ""
+            given = " to ".join(str(_short(end)) for end in own)
+            return (
+                f"{environment} takes actions from {low} to {high}; policies of these data give {given}, as they were "
+                "recorded. Is it the environment of these data, without RescaleAction?"
+            )
+        if all((np.abs(end) == 1.0).all() for end in self.bounds):
+            return ""
         return (
             f"{environment} takes actions from {low} to {high}; policies give, and data must have, -1 to 1 "
-            "(gymnasium.wrappers.RescaleAction(env, -1, 1) makes it so)"
+            "(gymnasium.wrappers.RescaleAction(env, -1, 1) makes it so; data with bounds of their own need none: "
+            "`qhyer data convert` with --scale-actions)"
         )
 
     def doubts(
-        self, environment: str, low: np.ndarray, high: np.ndarray, goal: Sequence[int], whole: bool
+        self,
+        environment: str,
+        low: np.ndarray,
+        high: np.ndarray,
+        goal: Sequence[int],
+        whole: bool,
+        own: Bounds | None = None,
     ) -> list[str]:
         """What of it does not look like the data, whose columns lie between `low` and `high`: perhaps meant, and no
-        error. `whole`: the agent reads all of a goal, not only its coordinates."""
-        found = [self.remark(environment)]
+        error. `whole`: the agent reads all of a goal, not only its coordinates. `own`: the units of actions."""
+        found = [self.remark(environment, own)]
         if self.seen is not None:
             starts, goals = self.seen
             span = high - low
@@ -106,7 +129,7 @@ class About:
 
 def _short(values: np.ndarray) -> list[float]:
     """Column by column, or once where all are the same."""
-    flat = np.ravel(values).tolist()
+    flat = [float(f"{value:.6g}") for value in np.ravel(values)]
     return flat[:1] if len(set(flat)) == 1 else flat
 
 

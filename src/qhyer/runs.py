@@ -262,7 +262,7 @@ def evaluate_agent(
         agent, at = load()
         about = pool.about()
         about.require(environment, agent.spec.observation_dim, agent.spec.action_dim)
-        if (odd := about.remark(environment)) and not quiet:
+        if (odd := about.remark(environment, agent.spec.action_bounds)) and not quiet:
             print(f"note: {odd}", file=sys.stderr)
         asked = episodes_of(config, environment, about.tasks)
         total = len(asked)

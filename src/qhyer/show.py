@@ -68,7 +68,7 @@ def play(agent: Agent, environment: str, task: int, episode: int = 0, seed: int 
         goals = torch.from_numpy(goal).to(device)
         while not ended:
             action, memory = agent.act(torch.from_numpy(observation).to(device), goals, memory)
-            actions.append(action.clamp(-1.0, 1.0).float().cpu().numpy()[0])
+            actions.append(agent.spec.own_units(action.clamp(-1.0, 1.0).float().cpu().numpy())[0])
             observation, over, reached = runner.step(actions[-1][None])
             observations.append(observation[0])
             ended, success = bool(over[0]), bool(reached[0])

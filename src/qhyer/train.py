@@ -247,7 +247,9 @@ def _train(
         notes.append(f"preset paper is sized for a GPU ({size}); on a CPU, --preset demo takes minutes")
     if environment is not None and (environment != home or unnamed):  # now, and not after hours of training
         found = rollout.check(environment, episodes.observations.shape[1], episodes.actions.shape[1])
-        notes += found.doubts(environment, *_range(episodes), episodes.goal_indices, config.reads_whole_goals)
+        low, high = _range(episodes)
+        whole, own = config.reads_whole_goals, episodes.spec().action_bounds
+        notes += found.doubts(environment, low, high, episodes.goal_indices, whole, own)
     if not quiet:
         for note in filter(None, notes):
             print(f"note: {note}", file=sys.stderr)
@@ -284,7 +286,7 @@ def _train(
                 "transitions": episodes.num_transitions,
                 "path": str(Path(dataset).resolve()) if dataset.endswith(".npz") else None,
             },
-            "spec": to_dict(episodes.spec()),
+            "spec": episodes.spec().stored(),
             "versions": runs.versions(),
             "command": command,
             "hardware": runs.hardware(device, threads),

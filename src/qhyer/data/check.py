@@ -15,7 +15,7 @@ import numpy as np
 class Problem:
     severity: Literal["error", "warning"]
     code: str
-    """short and stable: nan, shape, ends, range, jump, constant, duplicate, rewards"""
+    """short and stable: nan, shape, ends, range, bounds, jump, constant, duplicate, rewards"""
     message: str
     """what was found, where, and what it means"""
 
@@ -181,7 +181,8 @@ def _range(actions: np.ndarray, terminals: np.ndarray) -> Iterator[Problem]:
     yield _error(
         "range",
         f"actions must lie in [-1, 1]; {count} rows do not, the first is row {first} (by column: {spans}). "
-        "Scale them by the bounds of your action space: actions = 2 * (actions - low) / (high - low) - 1",
+        "`qhyer data convert FILE OUT.npz --scale-actions` scales them, and policies then give actions in your units; "
+        "or do it by the bounds of your action space: actions = 2 * (actions - low) / (high - low) - 1",
     )
 
 

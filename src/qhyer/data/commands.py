@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,8 +12,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from qhyer.data import bounds, hdf5, pieces, registry
 from qhyer.data import check as checks
-from qhyer.data import hdf5, pieces, registry
 from qhyer.data.episodes import FILES, HDF5, end_flags, goal_columns, goal_rewards, read_arrays, read_npz, stored_goal
 from qhyer.data.generate.ant_config import AntConfig
 from qhyer.data.generate.runner import generate as run_generation
@@ -72,7 +72,7 @@ def check(path: Path, /) -> int:
     """Look for what is wrong with a dataset. The exit code is 1 if it cannot be trained on.
 
     Args:
-        path: an npz file, yours or OGBench's, HDF5 of D4RL or Minari, or the name of a dataset
+        path: an npz file, yours or OGBench's, HDF5 of D4RL, Minari or robomimic, or the name of a dataset
     """
     path = _locate(str(path))
     console = Console(highlight=False, soft_wrap=True)
@@ -119,7 +119,11 @@ def _with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _problems(arrays: Mapping[str, np.ndarray]) -> list[checks.Problem]:
     needed = (arrays["observations"], arrays["actions"], arrays["terminals"])
-    return checks.find_problems(*needed, arrays.get("rewards"))
+    problems = checks.find_problems(*needed, arrays.get("rewards"))
+    if any(problem.code == "shape" for problem in problems):
+        return problems
+    wrong = bounds.wrong_bounds(arrays["actions"].shape[1], *map(arrays.get, bounds.NAMES))
+    return [*([checks.Problem("error", "bounds", wrong)] if wrong else []), *problems]
 
 
 def info(name_or_path: str, /) -> int:
@@ -145,6 +149,9 @@ def info(name_or_path: str, /) -> int:
     facts.add_row("episodes", f"{len(ends):,}" + (f" of {_span(lengths)} rows" if len(ends) else ""))
     facts.add_row("observation", f"{observations.shape[1]} columns, {observations.dtype}")
     facts.add_row("action", f"{actions.shape[1]} columns, {actions.dtype}")
+    units = [arrays[name] for name in bounds.NAMES if name in arrays]
+    if len(units) == 2 and bounds.wrong_bounds(actions.shape[1], *units) is None:
+        facts.add_row("own units", f"-1 and 1 of actions stand for {bounds.told(*units)}")
     facts.add_row("goal", told)
     others = sorted(set(arrays) - {"observations", "actions", "terminals"})
     if others:
@@ -175,15 +182,25 @@ def convert(
     *,
     cut: Literal["as-is", "arrivals"] = "as-is",
     maze: Literal["umaze", "medium", "large"] | None = None,
+    keys: tuple[str, ...] = (),
+    split: str | None = None,
+    scale_actions: bool = False,
+    action_low: tuple[float, ...] = (),
+    action_high: tuple[float, ...] = (),
     overwrite: bool = False,
 ) -> int:
-    """Write a dataset as an npz: HDF5 of D4RL or Minari with its defects mended, or maze data cut from goal to goal.
+    """Write a dataset as an npz: HDF5 with its defects mended, or some of it; actions scaled; maze data cut at goals.
 
     Args:
         source: an HDF5 or npz file, or a dataset's name
         out: the npz to write; a sidecar beside it says where it came from
         cut: arrivals: maze2d only, an episode ends where its controller reached a goal, as D4RL's loaders cut
         maze: of D4RL's maze2d files: turn them into the coordinates of maze2d-MAZE-v1, with the rewards of its goal
+        keys: of robomimic's files, and Minari's with dicts: the observations to read, in this order; all if not given
+        split: of robomimic's files: the demonstrations that mask lists under this name, such as train; all if not given
+        scale_actions: map each column of actions to [-1, 1] by its least and greatest; policies act in your units
+        action_low: what becomes -1 instead, with action-high: a number for each column, or one for all
+        action_high: what becomes 1 instead
         overwrite: replace `out` if it is there
     """
     path = _locate(source)
@@ -195,7 +212,9 @@ def convert(
         raise UserError(f"{out} is there already; --overwrite replaces it")
     if out.exists() and out.resolve() == path.resolve():
         raise UserError("the file to write is the one to read; choose another name")
-    arrays, notes = _read(path)
+    arrays, notes = _read(path, keys, split)
+    if np.shape(arrays["terminals"]) != np.shape(arrays["observations"])[:1]:
+        arrays = _with_flags(arrays)
     dataset = registry.DATASETS.get(path.stem)
     if dataset is not None and "goal_indices" not in arrays:
         arrays["goal_indices"] = np.array(dataset.goal_indices)
@@ -211,16 +230,22 @@ def convert(
     if cut == "arrivals":
         arrays = pieces.recut(arrays)
         notes.append("cut where a goal was reached")
-    problems = _problems(arrays)
-    if any(problem.severity == "error" for problem in problems):
-        raise DataError(checks.describe(str(path), problems))
+    scaling = scale_actions or bool(action_low or action_high)
+    _refuse(path, arrays, *(["range"] if scaling else []))
+    if scaling:
+        arrays, said = bounds.scaled(arrays, action_low, action_high)
+        notes += said
+        _refuse(path, arrays)
     sidecar = out.with_suffix(".json")
     sidecar.unlink(missing_ok=True)
     with atomic_file(out) as temporary:
         with open(temporary, "wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
         digest = sha256_file(temporary)
-    about = {"source": path.name, "source_sha256": sha256_file(path), "cut": cut, "notes": notes}
+    about: dict[str, Any] = {"source": path.name, "source_sha256": sha256_file(path), "cut": cut, "notes": notes}
+    place = hdf5.recorded_in(path) if path.suffix in HDF5 else None
+    asked = {"recorded_in": place, "split": split, "keys": list(keys)}
+    about |= {key: value for key, value in asked.items() if value}
     rows, episodes = len(arrays["terminals"]), int(arrays["terminals"].sum())
     write_sealed_json(sidecar, {**about, "episodes": episodes, "rows": rows, "sha256": digest})
     console = Console(highlight=False, soft_wrap=True)
@@ -292,9 +317,20 @@ def _turned(path: Path, arrays: dict[str, np.ndarray], environment: str) -> dict
     return turned
 
 
-def _read(path: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+def _refuse(path: Path, arrays: Mapping[str, np.ndarray], *but: str) -> None:
+    """An error if the check finds one, but for those of some codes."""
+    problems = _problems(arrays)
+    if any(problem.severity == "error" and problem.code not in but for problem in problems):
+        raise DataError(checks.describe(str(path), problems))
+
+
+def _read(path: Path, keys: Sequence[str] = (), split: str | None = None) -> tuple[dict[str, np.ndarray], list[str]]:
     """The arrays, and what was repaired when they were read."""
-    return hdf5.read(path) if path.suffix in HDF5 else (read_npz(path), [])
+    if path.suffix in HDF5:
+        return hdf5.read(path, keys, split)
+    if keys or split is not None:
+        raise UserError(f"--keys and --split choose from an HDF5 file, and {path.name} is none")
+    return read_npz(path), []
 
 
 def _stored_columns(arrays: Mapping[str, np.ndarray]) -> tuple[int, ...]:
@@ -324,15 +360,15 @@ def _provenance(path: Path) -> list[tuple[str, str]]:
     """The sidecar in a few lines. `read_npz` has checked it against the file by now."""
     sidecar = path.with_suffix(".json")
     if path.suffix in HDF5:
-        return [("provenance", "an HDF5 file; `qhyer data check` says what is repaired when it is read")]
+        place = hdf5.recorded_in(path)
+        lines = [] if place is None else [("recorded in", place)]
+        return [*lines, ("provenance", "an HDF5 file; `qhyer data check` says what is repaired when it is read")]
     if not sidecar.is_file():
         return [("provenance", f"none: there is no {sidecar.name}")]
     recorded: dict[str, Any] = read_sealed_json(sidecar)
-    lines: list[tuple[str, str]] = [
-        (key, str(recorded[key]))
-        for key in ("environment", "source", "cut", "split", "seed", "sha256")
-        if key in recorded
-    ]
+    told = ("environment", "source", "recorded_in", "cut", "split", "keys", "seed", "sha256")
+    found = {key: recorded[key] for key in told if key in recorded}
+    lines = [(k.replace("_", " "), ", ".join(v) if isinstance(v, list) else str(v)) for k, v in found.items()]
     for key in ("settings", "versions"):
         if isinstance(recorded.get(key), dict):
             lines.append((key, ", ".join(f"{name} {value}" for name, value in recorded[key].items())))

@@ -11,6 +11,7 @@ is meaningless and never used. `terminals` is 1 on that last row only; it marks 
 
 The final state may be a goal and the next state of a transition; it is never the start of one. Data of tasks with a
 reward (D4RL's) also have `rewards`, one a row: that of the row's state, final states included, as in D4RL's maze files.
+Data whose actions had other units have `action_low` and `action_high`: what -1 and 1 stand for, column by column.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qhyer.data import check
+from qhyer.config import to_dict
+from qhyer.data import bounds, check
 from qhyer.errors import CorruptFile, DataError, UserError, did_you_mean
 from qhyer.storage import read_sealed_json, sha256_file
 
@@ -48,10 +50,29 @@ class DataSpec:
     observation_std: tuple[float, ...]
     goal_binary: tuple[bool, ...] = ()
     """Which goal coordinates take two values only (a button, a lamp); empty where none does."""
+    action_low: tuple[float, ...] = ()
+    """What -1 stands for in each column of actions; empty where the data are in [-1, 1] by nature."""
+    action_high: tuple[float, ...] = ()
+    """What 1 stands for."""
 
     @property
     def goal_dim(self) -> int:
         return len(self.goal_indices)
+
+    @property
+    def action_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """What -1 and 1 stand for, (d_a,) each; None where they stand for themselves."""
+        ends = np.asarray(self.action_low, np.float32), np.asarray(self.action_high, np.float32)
+        return ends if self.action_low else None
+
+    def own_units(self, actions: np.ndarray) -> np.ndarray:  # (..., d_a) -> (..., d_a)
+        """Actions in [-1, 1] as whoever recorded the data gave them."""
+        return bounds.unscale(actions, *self.action_bounds) if self.action_bounds else actions
+
+    def stored(self) -> dict[str, Any]:
+        """As JSON values. Bounds are there where there are any: of all other data this is what it was without them."""
+        absent = () if self.action_low else bounds.NAMES
+        return {name: value for name, value in to_dict(self).items() if name not in absent}
 
 
 class Episodes:
@@ -66,6 +87,8 @@ class Episodes:
         name: str = UNNAMED,
         fingerprint: str = "",
         rewards: Tensor | None = None,
+        action_low: Tensor | None = None,
+        action_high: Tensor | None = None,
     ) -> None:
         self.name = name
         self.fingerprint = fingerprint
@@ -75,6 +98,7 @@ class Episodes:
         self.starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])  # (E,)
         self.goal_indices = tuple(int(i) for i in goal_indices)
         self.rewards = rewards  # (N,) float32, or None where success is all there is
+        self.action_low, self.action_high = action_low, action_high  # (d_a,) float32, or None
         lengths = self.ends - self.starts  # (E,) transitions per episode
         # Row -> row of its episode's final state, and the rows that start a transition (all but the final states).
         self.end_of = torch.repeat_interleave(self.ends, lengths + 1)  # (N,)
@@ -102,6 +126,8 @@ class Episodes:
         name: str = UNNAMED,
         device: str | torch.device = "cpu",
         rewards: Any = None,
+        action_low: Any = None,
+        action_high: Any = None,
     ) -> Episodes:
         """Your own data in three arrays.
 
@@ -110,6 +136,7 @@ class Episodes:
         ends          (N,) flags, 1 on each episode's last row, or the (E,) rows of those last states
         goal          the coordinates that make the goal, by index or by name; all of them when not given
         rewards       (N,), for agents that learn from rewards: what being in the row's state is worth
+        action_low    (d_a,), with action_high: what -1 and 1 stand for, where actions were scaled (`data.bounds`)
         """
         try:
             observations, actions, ends = np.asarray(observations), np.asarray(actions), np.asarray(ends)
@@ -125,8 +152,13 @@ class Episodes:
         end_rows = np.flatnonzero(flags)
         goal_indices = goal_columns(goal, observation_names, observations.shape[1])
         brought = None if rewards is None else _rewards(name, rewards, len(flags))
+        wrong = bounds.wrong_bounds(actions.shape[1], action_low, action_high)
+        if wrong:
+            raise DataError(check.describe(name, [check.Problem("error", "bounds", wrong)]))
+        span = [] if action_low is None else [np.array(end, np.float32) for end in (action_low, action_high)]
         digest = hashlib.sha256()
-        for array in (observations, actions, end_rows.astype(np.int64), *(() if brought is None else (brought,))):
+        others = [*([] if brought is None else [brought]), *span]
+        for array in (observations, actions, end_rows.astype(np.int64), *others):
             digest.update(np.ascontiguousarray(array).tobytes())
         return cls(
             torch.from_numpy(observations),
@@ -136,6 +168,7 @@ class Episodes:
             name,
             digest.hexdigest(),
             None if brought is None else torch.from_numpy(brought),
+            *map(torch.from_numpy, span),
         ).to(device)
 
     @classmethod
@@ -150,7 +183,7 @@ class Episodes:
         radius: float = 0.5,
         pieces: bool = False,
     ) -> Episodes:
-        """Reads an npz in OGBench's layout, or HDF5 of D4RL or Minari (docs/data.md); a sidecar is verified.
+        """Reads an npz in OGBench's layout, or HDF5 of D4RL, Minari or robomimic (docs/data.md); a sidecar is verified.
 
         With `task_goal` the rewards are those of this goal: 1 in states within `radius` of it.
         With `pieces` a walk over several goals becomes an episode for each, where the data say when they were reached.
@@ -174,6 +207,8 @@ class Episodes:
             name=name or own_name(Path(path)),
             device=device,
             rewards=arrays.get("rewards"),
+            action_low=arrays.get("action_low"),
+            action_high=arrays.get("action_high"),
         )
 
     # ------------------------------------------------------------------------------------------------- using
@@ -200,7 +235,7 @@ class Episodes:
             self.goal_indices,
             self.name,
             self.fingerprint,
-            None if self.rewards is None else self.rewards.to(device),
+            *(None if each is None else each.to(device) for each in (self.rewards, self.action_low, self.action_high)),
         )
 
     def spec(self) -> DataSpec:
@@ -216,6 +251,8 @@ class Episodes:
             observation_mean=tuple(mean.tolist()),
             observation_std=tuple(std.clamp(min=STD_FLOOR).tolist()),
             goal_binary=tuple(binary.tolist()) if bool(binary.any()) else (),
+            action_low=() if self.action_low is None else tuple(self.action_low.tolist()),
+            action_high=() if self.action_high is None else tuple(self.action_high.tolist()),
         )
 
 
@@ -228,7 +265,7 @@ def own_name(path: Path) -> str:
 
 
 def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
-    """The arrays of a dataset's file, whatever its format: npz, or HDF5 in the layouts of D4RL and Minari."""
+    """The arrays of a dataset's file, whatever its format: npz, or HDF5 of D4RL, Minari or robomimic."""
     if Path(path).suffix in HDF5:
         from qhyer.data.hdf5 import read_hdf5
 
@@ -327,9 +364,14 @@ def goal_columns(
         raise UserError(f"observation_names {', '.join(names)} must be distinct, one for each of {width} columns")
     if goal is None:
         return tuple(range(width))
-    indices = []
+    indices: list[int] = []
     for item in goal:
         if isinstance(item, str):
+            # A key of robomimic's or of a Dict space stands for all of its columns.
+            parts = [i for i, name in enumerate(names or ()) if name.startswith((f"{item}[", f"{item}/"))]
+            if parts and item not in (names or ()):
+                indices += parts
+                continue
             if names is None or item not in names:
                 known = "no observation_names were given" if names is None else f"the names are {', '.join(names)}"
                 raise UserError(f"goal coordinate {item!r} is not known: {known}")

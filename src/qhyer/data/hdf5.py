@@ -1,4 +1,4 @@
-"""Reads HDF5 in the layouts of D4RL (one flat file) and Minari (one group an episode), with h5py alone.
+"""Reads HDF5 in the layouts of D4RL (one flat file), Minari and robomimic (a group an episode), with h5py alone.
 
 The result has the arrays of our npz (docs/data.md). What is wrong with such files and known is repaired on the way, and
 each repair is said: `read` returns the sentences, `read_hdf5` logs them, `qhyer data check` prints them.
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from qhyer.data import robomimic
+from qhyer.data.columns import Columns
 from qhyer.data.pieces import Arrays, gather, is_about
 from qhyer.errors import CorruptFile, DataError, UserError
 
@@ -23,7 +27,8 @@ ROUNDING = 1e-3  # actions this far beyond [-1, 1] are clipped; further ones are
 FLAT = ("observations", "actions", "terminals")
 LAYOUTS = (
     "D4RL's is flat (observations, actions, rewards, terminals, timeouts, infos/goal), Minari's has a group for each "
-    "episode (episode_0/observations, episode_0/actions, ...)"
+    "episode (episode_0/observations, episode_0/actions, ...), robomimic's a group for each demonstration "
+    "(data/demo_0/obs, data/demo_0/actions, ...)"
 )
 
 log = logging.getLogger(__name__)
@@ -37,8 +42,12 @@ def read_hdf5(path: str | Path) -> Arrays:
     return arrays
 
 
-def read(path: str | Path) -> tuple[Arrays, list[str]]:
-    """The arrays of an HDF5 file, and a sentence for each thing that was repaired."""
+def read(path: str | Path, keys: Sequence[str] = (), split: str | None = None) -> tuple[Arrays, list[str]]:
+    """The arrays of an HDF5 file, and a sentence for each thing that was repaired, or left out.
+
+    keys    which observations to read, in this order, where the file keeps them by key; all of them if none is named
+    split   of a robomimic file: read the demonstrations that its mask lists under this name
+    """
     import h5py
 
     path = Path(path)
@@ -46,14 +55,29 @@ def read(path: str | Path) -> tuple[Arrays, list[str]]:
         raise UserError(f"no dataset at {path}")
     try:
         with h5py.File(path, "r") as file:
+            if robomimic.is_layout(file):
+                arrays, notes = robomimic.read_demos(path, file, keys, split)
+                return _clipped(arrays, notes), notes
+            if split is not None:
+                raise UserError(f"{path} has no splits: those are masks of robomimic's files (--split)")
             if any(_number(key) is not None for key in file):
-                return _minari(path, file)
+                return _minari(path, file, keys)
+            if keys:
+                raise UserError(f"{path} has no observations by key: only robomimic's files and Minari's do (--keys)")
             if "observations" in file or "actions" in file:
                 return _d4rl(path, file)
             found = ", ".join(sorted(file)[:8]) or "nothing"
-    except OSError as error:
+    except (OSError, RuntimeError, KeyError) as error:  # h5py's, of what is damaged or linked to nothing
         raise CorruptFile(f"{path} cannot be read as HDF5, or its end is missing: {error}") from error
     raise DataError(f"{path} has an unknown layout (it holds {found}): {LAYOUTS}")
+
+
+def recorded_in(path: str | Path) -> str | None:
+    """The environment that a robomimic file says it was recorded in."""
+    import h5py
+
+    with h5py.File(path, "r") as file:
+        return robomimic.environment(file) if robomimic.is_layout(file) else None
 
 
 # ------------------------------------------------------------------------------------------------------------- D4RL
@@ -221,15 +245,17 @@ def _number(key: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _minari(path: Path, file: Any) -> tuple[Arrays, list[str]]:
+def _minari(path: Path, file: Any, keys: Sequence[str]) -> tuple[Arrays, list[str]]:
     """Episodes of T steps with T + 1 observations; the reward of a step belongs to the state it leads to."""
     numbered = ((_number(key), key) for key in file)
-    keys = [key for _, key in sorted((number, key) for number, key in numbered if number is not None)]
+    episodes = [key for _, key in sorted((number, key) for number, key in numbered if number is not None)]
+    whole = Columns(str(path), keys)
+    by_key = defaultdict(lambda: Columns(str(path)), {"": whole})  # of the observations, and of groups in them
     notes: list[str] = []
     parts: dict[str, list[np.ndarray]] = {}
     empty = 0
     columns: tuple[int, ...] | None = None
-    for key in keys:
+    for key in episodes:
         group = file[key]
         for needed in ("observations", "actions"):
             if needed not in group:
@@ -237,7 +263,7 @@ def _minari(path: Path, file: Any) -> tuple[Arrays, list[str]]:
         if not hasattr(group["actions"], "shape"):
             raise DataError(f"{path}: the actions of {key} are not one array; only continuous actions can be learned")
         actions = np.asarray(group["actions"][()])
-        observations, goals, columns = _minari_observations(path, key, group["observations"], columns, notes)
+        observations, goals, columns = _minari_observations(path, key, group["observations"], columns, by_key, notes)
         if len(observations) != len(actions) + 1:
             raise DataError(
                 f"{path}: {key} has {len(observations)} observations and {len(actions)} actions; Minari keeps one "
@@ -259,6 +285,8 @@ def _minari(path: Path, file: Any) -> tuple[Arrays, list[str]]:
             parts.setdefault(name, []).append(array)
     if not parts:
         raise DataError(f"{path} has no episode with a step")
+    for each in by_key.values():
+        notes += each.notes()
     if empty:
         notes.append(f"{empty} episodes without a step are left out")
     for name, pieces in parts.items():
@@ -267,28 +295,45 @@ def _minari(path: Path, file: Any) -> tuple[Arrays, list[str]]:
     arrays = {name: np.concatenate(pieces) for name, pieces in parts.items()}
     if columns is not None:
         arrays["goal_indices"] = np.array(columns)
+    if whole.first:
+        arrays["observation_names"] = np.array(whole.names())
     return _clipped(arrays, notes), notes
 
 
 def _minari_observations(
-    path: Path, key: str, stored: Any, columns: tuple[int, ...] | None, notes: list[str]
+    path: Path,
+    key: str,
+    stored: Any,
+    columns: tuple[int, ...] | None,
+    by_key: dict[str, Columns],
+    notes: list[str],
 ) -> tuple[np.ndarray, np.ndarray | None, tuple[int, ...] | None]:
-    """Observations, goals and the goal's coordinates of one episode, from an array or a goal environment's dict."""
+    """Observations, goals and the goal's coordinates of one episode, from an array or a dict (a goal environment's)."""
     if hasattr(stored, "shape"):
+        if by_key[""].asked:
+            raise UserError(f"{path}: the observations of {key} are one array, without keys: leave out --keys")
         array = np.asarray(stored[()])
         if array.ndim != 2:
             raise DataError(f"{path}: the observations of {key} have shape {array.shape}, not (steps, columns)")
         return array, None, columns
-    if "observation" not in stored:
-        raise DataError(
-            f"{path}: the observations of {key} are {', '.join(sorted(stored))}; "
-            "a dict must have observation, achieved_goal and desired_goal"
-        )
-    observation = np.asarray(stored["observation"][()])
-    if "achieved_goal" not in stored:
+
+    def part(name: str) -> np.ndarray:
+        inside = stored[name]
+        return np.asarray(inside[()]) if hasattr(inside, "shape") else by_key[name].read(f"{key}/{name}", inside)
+
+    goals_apart = "observation" in stored and "achieved_goal" in stored
+    plain = "observation" in stored and hasattr(stored["observation"], "shape")
+    if by_key[""].asked or not (goals_apart or plain):
+        return by_key[""].read(key, stored), None, columns
+    observation = part("observation")
+    if not goals_apart:
+        others = sorted(set(stored) - {"observation", "desired_goal"})
+        note = f"of the observations, `observation` alone is read, not {', '.join(others)}: `qhyer data convert --keys`"
+        if others and note not in notes:
+            notes.append(note)
         return observation, None, columns
-    achieved = np.asarray(stored["achieved_goal"][()])
-    goals = np.asarray(stored["desired_goal"][()]) if "desired_goal" in stored else None
+    achieved = part("achieved_goal")
+    goals = part("desired_goal") if "desired_goal" in stored else None
     width = achieved.shape[1]
     if columns is None:  # decided once, by the first episode: a mixture of both would fit no network
         columns = _columns_of(observation, achieved)

@@ -13,7 +13,7 @@ Arrays = dict[str, np.ndarray]
 
 def is_about(key: str) -> bool:
     """Arrays that describe columns, and have no rows."""
-    return key in ("goal_indices", "observation_names")
+    return key in ("goal_indices", "observation_names", "action_low", "action_high")
 
 
 def gather(arrays: Arrays, pieces: Sequence[tuple[int, int]]) -> Arrays:

@@ -1,0 +1,192 @@
+"""Actions in units of their own: scaled and back, and what a dataset's file keeps of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qhyer import cli
+from qhyer.data.bounds import scale, scaled, told, unscale
+from qhyer.data.episodes import Episodes, read_npz
+from qhyer.errors import DataError, UserError
+from qhyer.storage import read_sealed_json
+
+LOW, HIGH = np.float32([-0.05, 0.2, -300.0]), np.float32([0.07, 0.9, 100.0])
+
+
+def recorded(seed: int = 0) -> dict[str, np.ndarray]:
+    """Four walks of ten steps whose actions have units of their own; those of final states are nonsense."""
+    rng = np.random.default_rng(seed)
+    actions = rng.uniform(LOW, HIGH, (44, 3)).astype(np.float32)
+    actions[10::11] = 9999.0
+    observations = rng.normal(size=(44, 2)).astype(np.float32)
+    return {"observations": observations, "actions": actions, "terminals": np.arange(44) % 11 == 10}
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(argument) for argument in arguments])
+    return int(ended.value.code or 0)
+
+
+def said(text: str) -> str:
+    return " ".join(text.split())
+
+
+# ------------------------------------------------------------------------------------------------------- arithmetic
+
+numbers = st.floats(-1e6, 1e6, width=32)
+
+
+@settings(max_examples=300, deadline=None)
+@given(numbers, numbers, st.floats(0, 1))
+def test_back_and_forth(a, b, part):
+    """unscale(scale(a)) is a."""
+    low, high = np.float32([min(a, b)]), np.float32([max(a, b)])
+    action = np.clip(np.float32([low[0] + part * (high[0] - low[0])]), low, high)
+    there = scale(action, low, high)
+    assert there.dtype == np.float32 and np.abs(there) <= 1
+    again = unscale(there, low, high)
+    # A last digit of the larger bound, or float32's smallest number.
+    slack = 1.2e-7 * max(abs(float(low[0])), abs(float(high[0]))) + 1.5e-45
+    assert low <= again <= high and abs(float(again[0]) - float(action[0])) <= slack
+
+
+def test_ends_and_middle():
+    ends = np.float32([[-1, -1, -1], [0, 0, 0], [1, 1, 1]])
+    back = unscale(ends, LOW, HIGH)
+    assert np.array_equal(back[0], LOW) and np.array_equal(back[2], HIGH)  # exactly
+    np.testing.assert_allclose(back[1], (LOW + HIGH) / 2, rtol=1e-6)
+    assert np.array_equal(scale(back, LOW, HIGH)[[0, 2]], ends[[0, 2]])
+    one = np.float32([0.3])  # a column that never changes: 0, and back to what it was, whatever is given
+    assert scale(one, one, one) == 0 and np.array_equal(unscale(np.float32([[-1], [0.4], [1]]), one, one), [one] * 3)
+
+
+def test_each_column_by_its_own_or_by_what_is_given():
+    arrays = recorded()
+    used = arrays["actions"][~arrays["terminals"]]
+    made, (note,) = scaled(arrays)
+    assert np.array_equal(made["action_low"], used.min(0)) and np.array_equal(made["action_high"], used.max(0))
+    inside = made["actions"][~arrays["terminals"]]
+    assert inside.min(0).tolist() == [-1] * 3 and inside.max(0).tolist() == [1] * 3
+    assert not made["actions"][arrays["terminals"]].any() and made["actions"].dtype == np.float32
+    np.testing.assert_allclose(unscale(inside, made["action_low"], made["action_high"]), used, rtol=1e-5, atol=1e-5)
+    assert note == f"actions are scaled to [-1, 1]; -1 and 1 stand for {told(used.min(0), used.max(0))}"
+    assert arrays["actions"][10, 0] == 9999 and "action_low" not in arrays  # what was given is left alone
+
+    made, _ = scaled(arrays, LOW, HIGH)
+    assert np.array_equal(made["action_low"], LOW) and np.abs(made["actions"]).max() < 1
+    made, _ = scaled(arrays, [-300], [100])
+    assert made["action_high"].tolist() == [100] * 3
+    still = {**arrays, "actions": arrays["actions"] * np.float32([1, 0, 1])}
+    made, notes = scaled(still)
+    assert notes[1] == "actions that never change are 0 in [-1, 1]: columns 1" and not made["actions"][:, 1].any()
+    tight = {**arrays, "actions": np.where(arrays["terminals"][:, None], 0, np.float64([0.1, 0.1, 0.1]))}
+    assert scaled(tight, [-0.1], [0.1])[0]["actions"].max() == 1  # the same number in float32 and float64
+
+
+@pytest.mark.parametrize(
+    "low, high, words",
+    [
+        (LOW, (), "give both --action-low and --action-high"),
+        (LOW[:2], HIGH, "--action-low has 2 numbers: give one for each of 3 columns, or one"),
+        (HIGH, LOW, "action_low is greater than action_high in column 0: 0.07, -0.05"),
+        ([np.nan], [1], "must be finite"),
+        ([-1], [1], r"beyond the bounds given, by column: 2: -29.*Give bounds that hold them"),
+    ],
+)
+def test_bounds_that_cannot_be(low, high, words):
+    with pytest.raises(UserError, match=words):
+        scaled(recorded(), low, high)
+
+
+# ---------------------------------------------------------------------------------------------------------- datasets
+
+
+def test_the_check_names_the_command_that_scales(tmp_path, capsys):
+    np.savez(tmp_path / "mine.npz", **recorded())
+    assert run("data", "check", tmp_path / "mine.npz") == 1
+    assert "`qhyer data convert FILE OUT.npz --scale-actions` scales them" in said(capsys.readouterr().out)
+    assert run("data", "convert", tmp_path / "mine.npz", tmp_path / "no.npz") == 2
+    assert "error [range]" in capsys.readouterr().err and not (tmp_path / "no.npz").exists()
+
+    out = tmp_path / "scaled.npz"
+    assert run("data", "convert", tmp_path / "mine.npz", out, "--scale-actions") == 0
+    assert "-1 and 1 stand for 0: -0.04" in said(capsys.readouterr().out)
+    assert run("data", "check", out) == 0 and run("data", "info", out) == 0
+    shown = said(capsys.readouterr().out)
+    assert "own units -1 and 1 of actions stand for 0: -0.04" in shown and "action_high (3,)" in shown
+    assert "stand for" in read_sealed_json(out.with_suffix(".json"))["notes"][0]
+    assert run("data", "convert", out, tmp_path / "no.npz", "--scale-actions") == 2
+    assert "scaled already" in said(capsys.readouterr().err)
+
+    assert run("data", "convert", out, tmp_path / "again.npz") == 0  # bounds go along
+    assert Episodes.load(tmp_path / "again.npz").fingerprint == Episodes.load(out).fingerprint
+    rows = {**recorded(), "terminals": np.flatnonzero(recorded()["terminals"])}  # as training takes them, too
+    np.savez(tmp_path / "rows.npz", **rows)
+    assert run("data", "convert", tmp_path / "rows.npz", tmp_path / "same.npz", "--scale-actions") == 0
+    assert Episodes.load(tmp_path / "same.npz").fingerprint == Episodes.load(out).fingerprint
+    options = ["--action-low", *LOW.tolist(), "--action-high", *HIGH.tolist()]
+    assert run("data", "convert", tmp_path / "mine.npz", tmp_path / "given.npz", *options) == 0
+    assert np.array_equal(read_npz(tmp_path / "given.npz")["action_low"], LOW)
+
+
+def test_other_errors_are_told_before_anything_is_scaled(tmp_path, capsys):
+    arrays = recorded()
+    arrays["actions"][3, 1] = np.nan
+    np.savez(tmp_path / "mine.npz", **arrays)
+    assert run("data", "convert", tmp_path / "mine.npz", tmp_path / "no.npz", "--scale-actions") == 2
+    assert "error [nan] actions has 1 values that are not finite" in said(capsys.readouterr().err)
+
+
+def test_episodes_carry_them():
+    arrays = scaled(recorded())[0]
+    three = (arrays["observations"], arrays["actions"], arrays["terminals"])
+    bounds = {name: arrays[name] for name in ("action_low", "action_high")}
+    plain, carried = Episodes.from_arrays(*three), Episodes.from_arrays(*three, **bounds)
+    assert plain.action_low is None and plain.spec().action_bounds is None
+    assert carried.action_low.dtype == torch.float32 and carried.action_high.shape == (3,)
+    assert np.array_equal(carried.spec().action_bounds[1], arrays["action_high"])
+    lists = {name: value.tolist() for name, value in bounds.items()}
+    assert Episodes.from_arrays(*three, **lists).fingerprint == carried.fingerprint
+    wider = {**bounds, "action_high": 2 * np.abs(arrays["action_high"])}
+    assert len({plain.fingerprint, carried.fingerprint, Episodes.from_arrays(*three, **wider).fingerprint}) == 3
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"action_high": None}, "action_high is missing"),
+        ({"action_low": None}, "action_low is missing"),
+        ({"action_low": np.zeros(2)}, r"action_low has shape \(2,\) .*give 3 numbers"),
+        ({"action_low": np.array(["a", "b", "c"])}, "action_low has shape"),
+        ({"action_low": np.full(3, 1e6)}, "action_low is greater than action_high in column 0"),
+        ({"action_high": np.full(3, np.inf)}, "action_low and action_high must be finite"),
+    ],
+    ids=lambda value: "",
+)
+def test_bounds_that_do_not_fit_are_refused_by_the_check_as_by_training(changes, words, tmp_path, capsys):
+    arrays = {key: value for key, value in {**scaled(recorded())[0], **changes}.items() if value is not None}
+    np.savez(tmp_path / "mine.npz", **arrays)
+    with pytest.raises(DataError, match=rf"error \[bounds\] {words}"):
+        Episodes.load(tmp_path / "mine.npz")
+    assert run("data", "check", tmp_path / "mine.npz") == 1 and "error [bounds]" in capsys.readouterr().out
+    assert run("data", "info", tmp_path / "mine.npz") == 0 and "own units" not in capsys.readouterr().out
+
+
+def test_data_without_them_are_what_they_were():
+    """The fingerprint that these arrays had before there were bounds, and what runs and models keep of a spec."""
+    three = np.arange(27.0).reshape(9, 3) / 8, np.arange(18.0).reshape(9, 2) / 32, [3, 5, 8]
+    plain = Episodes.from_arrays(*three, goal=[0])
+    assert plain.fingerprint == "6b38598d23545a087316dce0ad20ef176189d951c8c9b0192d25884f119a1440"
+    assert list(plain.spec().stored()) == [
+        *("observation_dim", "action_dim", "goal_indices", "observation_mean", "observation_std", "goal_binary")
+    ]
+    given = np.zeros((5, 2), np.float32)
+    assert plain.spec().own_units(given) is given  # bit for bit
+    assert list(Episodes.from_arrays(*three, action_low=[0, 0], action_high=[1, 1]).spec().stored())[6:] == [
+        *("action_low", "action_high")
+    ]
