@@ -308,8 +308,16 @@ def test_an_unfinished_run_goes_on(tiny, capsys, monkeypatch):
         patch.setattr(training, "train", stopped)
         assert call("sweep", tiny) == 130
     assert "the same command goes on from here" in capsys.readouterr().out
-    assert sweep.status(cells[0]).text in ("unfinished, at update 3", "unfinished, at update 4")
+    at = sweep.status(cells[0]).text
+    assert at in ("unfinished, at update 3", "unfinished, at update 4")
     assert sweep.status(cells[1]).text == "new"
+    training_state = checkpoint.latest(cells[0].folder / "checkpoints") / checkpoint.TRAINING
+    content = training_state.read_bytes()
+    training_state.unlink()
+    assert sweep.status(cells[0]).text == f"{at}; training.safetensors is missing"
+    assert call("sweep", tiny, "--only", "s0-") == 1
+    assert "cannot be resumed: training.safetensors is missing" in " ".join(capsys.readouterr().out.split())
+    training_state.write_bytes(content)
     assert call("sweep", tiny) == 0
     assert "unfinished, at update" in capsys.readouterr().out
     whole = manifest.read(write(tiny, tiny.read_text().replace('"runs"', '"whole"')))

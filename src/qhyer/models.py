@@ -269,7 +269,8 @@ def load(name: str | Path, device: str = "cpu") -> tuple[Agent, dict[str, Any]]:
 
 def policy(name: str | Path, device: str = "cpu") -> Policy:
     """A model, or a run by its folder, for a loop of one's own."""
-    agent, _ = runs.load_agent(Path(name), device=device) if runs.is_run(Path(name)) else load(name, device)
+    run = (Path(name) / "run.json").is_file()
+    agent, _ = runs.load_agent(Path(name), device=device) if run else load(name, device)
     return Policy(agent)
 
 

@@ -201,7 +201,9 @@ def status(cell: Cell) -> Status:
         if changed := [name for name, value in now.items() if then.get(name) != value]:
             return Status(f"made with another {', '.join(changed)}")  # a default that has changed since
         if steps and not is_finished(cell.folder, cell.config):
-            return Status(f"unfinished, at update {steps[-1]}")
+            whole = checkpoint.resumable(checkpoint.latest(cell.folder / "checkpoints"))
+            lacking = "" if whole else f"; {checkpoint.TRAINING} is missing"
+            return Status(f"unfinished, at update {steps[-1]}{lacking}")
         if cell.eval is None:
             return Status("finished", True)
         rows = [row for row in rows if row.step == last]

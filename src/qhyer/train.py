@@ -330,6 +330,7 @@ def _is_done(run: Path, info: dict[str, Any], config: AgentConfig, resume: bool,
         if not quiet:
             print(f"{run} is finished ({kept[-1]} updates); nothing to do")
         return True
+    checkpoint.require_training(checkpoint.latest(run / "checkpoints"))
     if not resume:
         raise UserError(
             f"{run} holds an unfinished run at update {kept[-1]}: "
