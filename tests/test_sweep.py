@@ -268,8 +268,12 @@ def test_more_tasks_than_before_are_evaluated(tiny):
 def test_processes_make_the_same_runs(tiny, capsys):
     alone, many = manifest.read(tiny), manifest.read(write(tiny, tiny.read_text().replace('"runs"', '"many"')))
     assert call("sweep", tiny, "--workers", "2") == 0
+    output, told = capsys.readouterr()
+    assert f"2 of 2: {many[0].dataset_name}/gcbc-paper-s" in output and "begun" not in output
+    assert told.count("begun: ") == 2 and f"begun: {many[1].name}; 0 of 2 over, 2 under way, 0 to begin" in told
     write(tiny, tiny.read_text().replace('"many"', '"runs"'))
     assert call("sweep", tiny) == 0
+    assert f"begun: {alone[0].name}; 0 of 2 over, 1 under way, 1 to begin" in capsys.readouterr().err
     for one, other in zip(alone, many):
         assert one.folder != other.folder and contents(one.folder) == contents(other.folder)
 

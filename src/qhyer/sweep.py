@@ -30,7 +30,9 @@ from rich.table import Table
 
 from qhyer import rollout
 from qhyer.errors import UserError
-from qhyer.launch import Launcher, Lost, cores, failure, launch
+from qhyer.launch import Launcher, Lost, cores, failure, launch, tell
+from qhyer.progress import listened
+from qhyer.watch import EVALUATING, TRAINING, Task, Watch
 
 if TYPE_CHECKING:
     from qhyer.data.episodes import Episodes
@@ -361,12 +363,9 @@ def _run(
     ]
     failed: dict[str, str] = {}
     names = [cell.name for cell in cells]
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True)
-
+    watch = Watch([_task(cell) for cell in cells], console, alone=alone)
     try:
-        with _sigterm_interrupts():
+        with _sigterm_interrupts(), watch:
             outcomes = launch(
                 run_cell,
                 jobs,
@@ -374,7 +373,8 @@ def _run(
                 workers=workers,
                 cpus=cpus,
                 names=names,
-                note=lambda text: say(escape(text)),
+                note=lambda text: watch.say(escape(text)),
+                hear=watch.hear,
                 **options,
             )
             with contextlib.closing(outcomes):
@@ -383,19 +383,29 @@ def _run(
                     result = outcome.value or CellResult(0.0, error=outcome.error, trace=outcome.trace)
                     if result.files:
                         unpack(result.files, cell.folder)
+                    watch.over(outcome.index, failed=bool(result.error))
                     what = f"{number} of {len(cells)}: {cell.name}"
                     if result.error:
                         failed[cell.name] = result.error
-                        say(f"{escape(what)}: [red]failed[/red]\n{escape(result.trace or result.error)}")
+                        watch.say(f"{escape(what)}: [red]failed[/red]\n{escape(result.trace or result.error)}")
                     else:
                         at = status(cell)
                         said = "trained" if at.success is None else f"success {100 * at.success:.1f} %"
                         said += "" if at.score is None else f", score {at.score:.1f}"
-                        say(f"{escape(what)}: {said}, {result.seconds:.0f} seconds")
+                        watch.say(f"{escape(what)}: {said}, {result.seconds:.0f} seconds")
     except KeyboardInterrupt:
-        say("Stopped. What was done is kept: the same command goes on from here.")
+        watch.say("Stopped. What was done is kept: the same command goes on from here.")
         raise
     return failed
+
+
+def _task(cell: Cell) -> Task:
+    """What there is to do."""
+    from qhyer import checkpoint
+
+    done = checkpoint.steps(cell.folder / "checkpoints")[-1:] or [0]
+    kind = cell.dataset, cell.agent, cell.preset, cell.variant
+    return Task(cell.name, kind, max(0, cell.config.steps - done[0]), cell.eval is not None)
 
 
 @contextlib.contextmanager
@@ -443,31 +453,33 @@ def _train_and_evaluate(job: CellJob, run: Path) -> None:
     episodes = _episodes(job)
     ours, sys.argv = sys.argv, list(job.command)  # run.json says what the user typed, not what a worker was started as
     try:
-        train(
-            cell.agent,
-            cell.dataset,
-            cell.config,
-            cell.train,
-            preset=cell.preset,
-            run=run,
-            resume=(run / "run.json").is_file(),
-            episodes=episodes,
-            environment=cell.environment,
-            quiet=job.quiet,
-        )
+        with listened(lambda done, total: tell((TRAINING, done, total))):
+            train(
+                cell.agent,
+                cell.dataset,
+                cell.config,
+                cell.train,
+                preset=cell.preset,
+                run=run,
+                resume=(run / "run.json").is_file(),
+                episodes=episodes,
+                environment=cell.environment,
+                quiet=job.quiet,
+            )
     except Stopped as stopped:
         raise Lost(str(stopped)) from None
     finally:
         sys.argv = ours
     if cell.eval is not None:
-        evaluate_run(
-            run,
-            cell.eval,
-            environment=cell.environment,
-            device=cell.eval_device,
-            workers=job.eval_workers,
-            quiet=job.quiet,
-        )
+        with listened(lambda done, total: tell((EVALUATING, done, total))):
+            evaluate_run(
+                run,
+                cell.eval,
+                environment=cell.environment,
+                device=cell.eval_device,
+                workers=job.eval_workers,
+                quiet=job.quiet,
+            )
 
 
 def _episodes(job: CellJob) -> Episodes:
