@@ -97,6 +97,16 @@ def test_a_goal_that_is_not_there(mine, capsys):
         assert words in " ".join(capsys.readouterr().err.split())
 
 
+def test_steps_of_an_agent_with_two_stages(mine, capsys):
+    small = ["--agent.hidden", "16", "--agent.value-hidden", "16", "--agent.batch-size", "8", "--device", "cpu"]
+    train = ["train", "gas", "mine.npz", "--steps", "2", *small]
+    assert call(*train, "--agent.distance-steps", "3", "--out", "run") == 0
+    assert "stages" not in capsys.readouterr().err
+    assert json.loads(Path("run/run.json").read_text())["updates"] == 5
+    assert call(*train, "--out", "mine.npz") == 2  # before anything is trained
+    assert "steps was set, distance_steps was not" in capsys.readouterr().err
+
+
 def test_the_default_folder_of_own_data(mine, capsys):
     assert call("train", "gcbc", mine, "--steps", "2", *TINY) == 0
     (run,) = (mine.parent / "runs" / "mine").iterdir()

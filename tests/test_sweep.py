@@ -155,6 +155,24 @@ def test_variants_cross_with_values(tmp_path):
     assert all(cell.eval == EvalConfig() and cell.out == Path("runs") for cell in cells)
 
 
+def test_a_dry_run_says_how_many_updates_each_run_makes(tiny, capsys):
+    """Of all stages; and that shorter second stages leave first ones as they were."""
+    text = tiny.read_text().replace('agents = ["gcbc"]', 'agents = ["gcbc", "gas"]').replace("[0, 1]", "[0]")
+    write(tiny, text.replace("steps = 6", "steps = 1_234"))
+    assert call("sweep", tiny, "--dry-run") == 0
+    output = capsys.readouterr().out
+    cells = [[cell.strip() for cell in line.split("│")] for line in output.splitlines() if "-s0-" in line]
+    assert [cell[2] for cell in cells] == ["1,234", "1,000,000 + 1,234"]
+    said = "gas learns in 2 stages, distance_steps (1,000,000) and steps (1,234): steps was set, distance_steps was not"
+    assert f"note: {said}" in " ".join(output.split())
+    write(tiny, text + "[grid.override.gas]\ndistance_steps = 20\n")
+    assert call("sweep", tiny, "--dry-run") == 0
+    output = capsys.readouterr().out
+    assert "20 + 6" in output and "stages" not in output
+    assert call("sweep", tiny, "--dry-run", "--only", "gas") == 0
+    assert "1 run, 0 finished, 1 to do; 20 + 6 updates each" in capsys.readouterr().out
+
+
 def test_a_run_in_two_grids_is_one_run(tmp_path):
     grid = '[[grid]]\nagents = ["gcbc"]\ndatasets = ["cube-single-play"]\nseeds = [0, 0]\n'
     assert len(manifest.read(write(tmp_path / "m.toml", 2 * grid))) == 1

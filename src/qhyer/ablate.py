@@ -140,7 +140,7 @@ def ablate(
         device: where to train and to act: cpu, cuda, or auto (if not given)
         precision: of the training; fp32 if not given
         out: the folder of the runs; the table goes to OUT/NAME-DATASET-PRESET.csv, .md, .png and .svg
-        dry_run: show the runs and stop
+        dry_run: show the runs and stop: how many updates each makes, and how far it is
         only: only runs whose name has one of these in it, such as s0- or mamba
         workers: runs at a time; 1 if not given (ray: as many as the cluster has room for)
         launcher: local, or ray: on a Ray cluster, with the same results

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from qhyer.data.episodes import Episodes
     from qhyer.manifest import Cell
 
+PIPED = 160  # columns where nobody says how wide: a file, or another program
 Files = dict[str, bytes]
 """a run's folder: path in it -> content"""
 
@@ -59,7 +60,8 @@ def sweep(
 
     Args:
         manifest: a TOML file; docs/examples/sweep.toml is one, docs/scale.md says what it may hold
-        dry_run: show the runs and stop
+        dry_run: show the runs and stop: how many updates each makes (of an agent with stages: first + second), and how
+            far it is
         only: only runs whose name has one of these in it, such as gcbc, s0- or 'cube-*-s0-'
         workers: runs at a time; 1 if not given (ray: as many as the cluster has room for)
         launcher: local, or ray: on a Ray cluster, with the same results
@@ -99,16 +101,18 @@ def run_cells(
     retries: int = 3,
 ) -> int:
     """Does what of these runs is not done, and says so; 0 if all went well. The options are those of `sweep`."""
-    console = Console(highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else PIPED, highlight=False)
     cells = _matching(cells, only)
     before = [status(cell) for cell in cells]
     console.print(_table(cells, before))
     todo = [cell for cell, at in zip(cells, before) if not at.finished]
     gone = [cell.name for cell, at in zip(cells, before) if not at.kept]
+    alike = len({_updates(cell) for cell in cells}) == 1
     console.print(
         f"{len(cells)} run{'s' if len(cells) > 1 else ''}, {len(cells) - len(todo)} finished, {len(todo)} to do"
+        + (f"; {_updates(cells[0])} updates each" if alike else "")
     )
-    for text in _changed_data([cell for cell, at in zip(cells, before) if at.finished]):
+    for text in [*_untouched_stages(todo), *_changed_data([cell for cell, at in zip(cells, before) if at.finished])]:
         console.print(f"[yellow]note:[/yellow] {escape(text)}", soft_wrap=True)
     if launcher == "local":  # nodes of a cluster may have what is not here
         for environment in dict.fromkeys(cell.environment for cell in todo if cell.eval is not None):
@@ -197,7 +201,7 @@ def status(cell: Cell) -> Status:
         rows = read_rows(cell.folder / "episodes.csv")
         # Without weights, which may have been cleared away, rows of the last update tell the score.
         last = steps[-1] if steps else max((row.step for row in rows), default=0)
-        if not steps and (cell.eval is None or last < cell.config.steps):
+        if not steps and (cell.eval is None or last < sum(cell.config.updates)):
             return Status("new")
         then, now = as_today(cell.agent, runs.read(cell.folder)["config"]), to_dict(cell.config)
         if changed := [name for name, value in now.items() if then.get(name) != value]:
@@ -240,21 +244,37 @@ def _num_tasks(environment: str) -> int:
 
 
 def _table(cells: Sequence[Cell], found: Sequence[Status], failed: dict[str, str] | None = None) -> Table:
-    """The runs in the manifest's order."""
+    """The runs in the manifest's order; before they are made, with the updates of each where these differ."""
     table = Table()
     table.add_column("run", overflow="fold")
+    updates = [_updates(cell) for cell in cells]
+    varied = failed is None and len(set(updates)) > 1
+    if varied:
+        table.add_column("updates", justify="right", no_wrap=True)
     table.add_column("status", overflow="fold")
     table.add_column("success %", justify="right", no_wrap=True)
     scored = any(at.score is not None for at in found)
     if scored:
         table.add_column("score", justify="right", no_wrap=True)
-    for cell, at in zip(cells, found):
+    for cell, count, at in zip(cells, updates, found):
         text = f"[red]failed[/red]; {escape(at.text)}" if cell.name in (failed or {}) else escape(at.text)
         numbers = ["" if at.success is None else f"{100 * at.success:.1f}"]
         if scored:
             numbers.append("" if at.score is None else f"{at.score:.1f}")
-        table.add_row(escape(cell.name), text, *numbers)
+        table.add_row(escape(cell.name), *[count] * varied, text, *numbers)
     return table
+
+
+def _updates(cell: Cell) -> str:
+    """Of each stage."""
+    return " + ".join(f"{count:,}" for count in cell.config.updates)
+
+
+def _untouched_stages(cells: Sequence[Cell]) -> list[str]:
+    from qhyer import presets
+
+    told = (presets.untouched_stages(cell.agent, cell.preset, cell.dataset_name, cell.config) for cell in cells)
+    return list(dict.fromkeys(filter(None, told)))
 
 
 def _changed_data(cells: Sequence[Cell]) -> list[str]:
@@ -405,7 +425,7 @@ def _task(cell: Cell) -> Task:
 
     done = checkpoint.steps(cell.folder / "checkpoints")[-1:] or [0]
     kind = cell.dataset, cell.agent, cell.preset, cell.variant
-    return Task(cell.name, kind, max(0, cell.config.steps - done[0]), cell.eval is not None)
+    return Task(cell.name, kind, max(0, sum(cell.config.updates) - done[0]), cell.eval is not None)
 
 
 @contextlib.contextmanager

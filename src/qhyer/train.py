@@ -289,6 +289,7 @@ def _train(
             "command": command,
             "hardware": runs.hardware(device, threads),
             "parameters": parameters,
+            "updates": sum(stage.steps for stage in agent.stages()),
         }
         paths.append(run)
         if not _is_done(run, info, config, resume, quiet):

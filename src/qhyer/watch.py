@@ -214,7 +214,7 @@ class Watch:
             seconds, counted = self.left()
         texts = [f"{over} of {len(self.tasks)} over" + (f" ({failed} failed)" if failed else "")]
         texts += [f"{running} under way", f"{len(self.tasks) - over - running} to begin"]
-        if seconds is not None:
+        if seconds is not None and (counted or seconds > 0):
             texts.append(f"about {roughly(seconds)} left" + ("" if counted else ", evaluations not counted"))
         return ", ".join(texts)
 
