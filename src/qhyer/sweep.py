@@ -190,7 +190,6 @@ def status(cell: Cell) -> Status:
     from qhyer import checkpoint, runs
     from qhyer.config import to_dict
     from qhyer.errors import CorruptFile
-    from qhyer.evaluate import episodes_of
     from qhyer.records import mean_return, normalised, read_rows
     from qhyer.train import as_today, is_finished
 
@@ -218,8 +217,7 @@ def status(cell: Cell) -> Status:
         return Status(f"damaged: {error}")
     if not rows:
         return Status("trained, not evaluated")
-    tasks = _num_tasks(environment) if cell.eval.tasks is None else max(cell.eval.tasks)
-    if not episodes_of(cell.eval, environment, tasks) <= {row.which for row in rows}:
+    if not asked_for(cell, environment) <= {row.which for row in rows}:
         if not steps:
             return Status("rows of other episodes; weights not kept", kept=False)
         return Status("trained, not evaluated")
@@ -230,6 +228,15 @@ def status(cell: Cell) -> Status:
     mean = mean_return(rows)
     text = "finished" if steps else "finished; weights not kept"
     return Status(text, True, success, None if mean is None else normalised(environment, mean))
+
+
+def asked_for(cell: Cell, environment: str) -> set[tuple[int, int, int]]:
+    """The episodes of a cell's evaluation, as `EpisodeRow.which` has them."""
+    from qhyer.evaluate import episodes_of
+
+    assert cell.eval is not None
+    tasks = _num_tasks(environment) if cell.eval.tasks is None else max(cell.eval.tasks)
+    return episodes_of(cell.eval, environment, tasks)
 
 
 @functools.cache
