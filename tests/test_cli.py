@@ -81,6 +81,9 @@ def test_a_run_copied_without_its_optimisers_state(mine, capsys, monkeypatch):
         at = 2 if command[0] == "analyze" else 1
         assert call(*command[:at], "copy", *command[at:]) == 2
         assert "agent.safetensors is damaged: its SHA-256" in " ".join(capsys.readouterr().err.split())
+    for command in (["export"], ["show"]):
+        assert call(*command, ".") == 2
+        assert ". is a folder of runs: give one of them, such as copy" in " ".join(capsys.readouterr().err.split())
     (Path("copy") / "run.json").unlink()
     assert call("eval", "copy") == 2 and "run.json is missing" in " ".join(capsys.readouterr().err.split())
 

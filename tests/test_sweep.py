@@ -239,6 +239,9 @@ def test_other_bad_input(tiny, capsys):
         ([tiny, "--shared"], "--shared is for --launcher ray"),
         ([tiny, "--workers", "0"], "workers must be at least 1"),
         ([tiny, "--address", "here:1"], "--address is for --launcher ray"),
+        ([tiny, "--gpus", "1", "--dry-run"], "--gpus is for --launcher ray; local runs share what this machine has"),
+        ([tiny, "--cpus", "2"], "--cpus is for --launcher ray"),
+        ([tiny.parent], "cannot be read as TOML: Is a directory"),
     ):
         assert call("sweep", *arguments) == 2
         assert words in " ".join(capsys.readouterr().err.split())
@@ -366,7 +369,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tiny, capsys, maze, monkeypat
     finally:
         damaged.unlink()
     output = " ".join(capsys.readouterr().out.split())
-    assert output.count("failed: pointmaze-large-stitch-v0/gcbc") == 2
+    assert output.count("failed: pointmaze-large-stitch-v0/gcbc") == 2 and "the same command tries them" in output
     finished = [sweep.status(cell).finished for cell in manifest.read(tiny)]
     assert finished == [False, False, True, True]
 

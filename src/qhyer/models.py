@@ -222,6 +222,8 @@ def find(name: str | Path) -> Path:
     short = _short(str(name))
     if short in known:
         return known[short]
+    if told := runs.folder_of_runs(Path(name)):
+        raise UserError(told)
     hint = did_you_mean(short, known)
     looked = ", ".join(dict.fromkeys(str(folder) for folder in folders()))
     there = f"there are {', '.join(known)}" if known else "there are none"

@@ -79,7 +79,7 @@ def read(run: Path) -> dict[str, Any]:
     """run.json of a run's folder."""
     path = Path(run) / "run.json"
     if not path.is_file():
-        raise UserError(f"{run} is not a run: it has no run.json (`qhyer train` makes runs)")
+        raise UserError(folder_of_runs(run) or f"{run} is not a run: it has no run.json (`qhyer train` makes runs)")
     try:
         info = json.loads(path.read_text())
         missing = {"agent", "preset", "dataset", "seed", "config", "spec"} - set(info)
@@ -88,6 +88,12 @@ def read(run: Path) -> dict[str, Any]:
     if missing:
         raise UserError(f"{path} is not a run's: it lacks {', '.join(sorted(missing))}")
     return info
+
+
+def folder_of_runs(path: Path) -> str:
+    """A sentence where one run is wanted and a folder that holds some was given."""
+    first = min(Path(path).rglob("run.json"), default=None)
+    return "" if first is None else f"{path} is a folder of runs: give one of them, such as {first.parent}"
 
 
 def is_run(path: Path) -> bool:

@@ -101,6 +101,7 @@ def run_cells(
     retries: int = 3,
 ) -> int:
     """Does what of these runs is not done, and says so; 0 if all went well. The options are those of `sweep`."""
+    _of_a_cluster_alone(launcher, shared, address, cpus, gpus)
     console = Console(width=None if sys.stdout.isatty() else PIPED, highlight=False)
     cells = _matching(cells, only)
     before = [status(cell) for cell in cells]
@@ -136,12 +137,25 @@ def run_cells(
     console.print(_table(cells, after, failed))
     for name, text in failed.items():
         console.print(f"[red]failed:[/red] {escape(name)}: {escape(text)}", soft_wrap=True)
+    if failed:
+        console.print("the same command tries them again")
     mixed = _mixed_data(cells)
     for text in mixed:
         console.print(f"[red]not comparable:[/red] {escape(text)}", soft_wrap=True)
     if not failed:
         console.print(f"`qhyer report {cells[0].out}` makes a page of them", soft_wrap=True)
     return 1 if failed or mixed else 0
+
+
+def _of_a_cluster_alone(launcher: Launcher, shared: bool, address: str | None, cpus: float, gpus: float) -> None:
+    """An option that would do nothing is a mistake: who gives it thinks of a cluster."""
+    if launcher == "ray":
+        return
+    if shared:
+        raise UserError("--shared is for --launcher ray; local runs are written where they belong anyway")
+    given = {"--address": address is not None, "--cpus": cpus != 1.0, "--gpus": gpus != 0.0}
+    if wrong := [name for name, there in given.items() if there]:
+        raise UserError(f"{wrong[0]} is for --launcher ray; local runs share what this machine has (--workers)")
 
 
 def _absent_data(cells: Sequence[Cell]) -> str:
@@ -371,8 +385,6 @@ def _run(
     """Runs the cells; returns what went wrong, by name."""
     from qhyer.data import registry
 
-    if shared and launcher != "ray":
-        raise UserError("--shared is for --launcher ray; local runs are written where they belong anyway")
     ship = launcher == "ray" and not shared
     share = int(cpus) if launcher == "ray" else cores() // (workers or 1)
     alone = launcher == "local" and (workers or 1) == 1

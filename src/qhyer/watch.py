@@ -174,7 +174,7 @@ class Watch:
             elif event == TOLD:
                 doing, done, of = told
                 task.hear(doing, done, of, now)
-        if event == BEGUN and self.live is None:
+        if event == BEGUN and self.live is None and not (self.alone and len(self.tasks) == 1):
             self._line(f"begun: {task.name}; {self.summary()}")
 
     def over(self, index: int, failed: bool = False) -> None:
