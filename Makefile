@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export MUJOCO_GL ?= disable
 
-.PHONY: demo test test-slow lint format types install clean help analyses
+.PHONY: demo test test-slow lint format types install clean help analyses published
 
 help:            ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,9 @@ format: $(STAMP)    ## rewrite the sources in the project's format
 
 clean:           ## remove the environment and caches (data, runs and reports stay)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist src/*.egg-info
+
+published: $(STAMP) ## docs/published.md from the numbers in the code
+	@$(BIN)/python -m qhyer.sources
 
 analyses: $(STAMP)  ## the analyses that need no trained run, into results/analyses: minutes on 2 cores
 	@$(BIN)/qhyer analyze gridworld-density --out results/analyses/gridworld-density

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,8 @@ def call(*arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
-def tiny(name: str, *more: object) -> int:
-    options = ["--dataset", "pointmaze-medium-stitch", "--preset", "demo", "--seeds", 0, 1, "--steps", 5]
+def tiny(name: str, *more: object, seeds: Sequence[int] = (0, 1)) -> int:
+    options = ["--dataset", "pointmaze-medium-stitch", "--preset", "demo", "--seeds", *seeds, "--steps", 5]
     options += ["--episodes", 1, "--tasks", 1, 3, "--device", "cpu", "--override", *SMALL]
     return call("ablate", name, *options, *more)
 
@@ -279,6 +280,59 @@ def test_own_data_and_environment(here, capsys, monkeypatch):
     assert call(*ask, "--goal", 1, 0, "--env", "pointmaze-medium-v0") == 0
     (run,) = (path.parent for path in Path("runs/ablations/mine").rglob("run.json"))
     assert runs.read(run)["spec"]["goal_indices"] == [1, 0] and seen == {run.name: "pointmaze-medium-v0"}
+
+
+def test_tables_of_other_options_stay(here, capsys, monkeypatch):
+    """One of other settings has a name of its own; one of the same keeps the seeds it had."""
+    monkeypatch.setattr(runs, "evaluate_run", by_hand)
+    out = Path("runs/ablations")
+    stem = f"regression-{DATASET}-demo"
+
+    def tables() -> dict[str, str]:
+        return {path.name: path.read_text() for path in out.glob("*.csv")}
+
+    assert tiny("regression", "--only", "demo-s0-") == 0
+    first = tables()
+    assert list(first) == [f"{stem}.csv"] and ",5,8,2,4," not in first[f"{stem}.csv"]
+    capsys.readouterr()
+    assert tiny("regression", "width=8", "expectile=0.8", "--only", "demo-s0-") == 0
+    output = " ".join(capsys.readouterr().out.split())
+    (own,) = set(tables()) - set(first)
+    assert own.startswith(f"{stem}-") and tables()[f"{stem}.csv"] == first[f"{stem}.csv"]
+    told = "of other settings (width 16 there and 8 here, expectile 0.9 there and 0.8 here)"
+    assert f"note: {out / stem}.csv is {told}: it stays, and this table is {out / own}" in output
+    assert "expectile=0.8" in (out / own.replace(".csv", ".md")).read_text()
+    kept = tables()
+    assert tiny("regression", "width=8", "expectile=0.8", "--only", "demo-s0-") == 0
+    assert tables() == kept and "other settings" not in capsys.readouterr().out
+
+    assert tiny("regression", "--only", "demo-s1-") == 0  # a second seed of the first table
+    two = tables()[f"{stem}.csv"]
+    monkeypatch.setattr(sweep, "run_cell", None)
+    assert tiny("regression", "--only", "demo-s0-", seeds=[0]) == 0
+    assert tables()[f"{stem}.csv"] == two and "note: with seeds 1 of earlier calls" in capsys.readouterr().out
+    (row,) = [row for row in csv.DictReader(two.splitlines()) if int(row["seeds"])]
+    assert (row["variant"], row["seeds"], row["episodes"]) == ("expectile", "2", "4")
+
+    (out / f"{stem}.json").unlink()  # as earlier versions left it
+    (out / own.replace(".csv", ".json")).write_text("{}")
+    assert tiny("regression", "--only", "demo-s0-") == 0
+    assert f"note: {out / stem}.csv does not say its settings" in " ".join(capsys.readouterr().out.split())
+    assert len(tables()) == 3 and tables()[f"{stem}.csv"] == two
+
+
+def test_rows_of_a_wider_evaluation_do_not_mix(here, monkeypatch):
+    """A table counts the episodes that were asked for, whatever else has been evaluated since."""
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "evaluate_run", by_hand)
+        assert tiny("regression", "--only", "demo-s0-") == 0
+    (run,) = (path.parent for path in Path("runs/ablations").rglob("run.json"))
+    rows = read_rows(run / "episodes.csv")
+    add_rows(run / "episodes.csv", [*rows, dataclasses.replace(rows[0], task=5, env_seed=1, success=0)])
+    assert tiny("regression", "--only", "demo-s0-") == 0
+    text = Path(f"runs/ablations/regression-{DATASET}-demo.csv").read_text()
+    (row,) = [row for row in csv.DictReader(text.splitlines()) if int(row["seeds"])]
+    assert (row["mean"], row["episodes"]) == ("100", "2")
 
 
 def test_two_ablations_share_the_full_run_and_two_datasets_get_a_table_each(here, capsys, monkeypatch):

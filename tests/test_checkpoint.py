@@ -142,10 +142,42 @@ def test_missing_file(tmp_path, name):
         checkpoint.load(path)
 
 
+def test_the_agent_can_be_read_alone(tmp_path):
+    """Without the optimisers' state it is read, and not resumed; what is there must be as it was written."""
+    path = save(tmp_path, 2)
+    training = (path / checkpoint.TRAINING).read_bytes()
+    (path / checkpoint.TRAINING).unlink()
+    loaded = checkpoint.load(path, training=False)
+    assert torch.equal(loaded.agent["weight"], state(2)[0]["weight"]) and not loaded.training
+    assert loaded.state == checkpoint.read_state(path) == state(2)[2]
+    with pytest.raises(CorruptFile, match=r"00000002 cannot be resumed: training\.safetensors is missing .*trained\.$"):
+        checkpoint.load(path)
+    save(tmp_path, 1)
+    with pytest.raises(CorruptFile, match=r"or remove .*00000002 to fall back to update 1\.$"):
+        checkpoint.load(path)
+
+    (path / checkpoint.TRAINING).write_bytes(training[:-1])
+    with pytest.raises(CorruptFile, match=r"training\.safetensors is damaged.* Without this file it can still be"):
+        checkpoint.load(path, training=False)
+    (path / checkpoint.TRAINING).unlink()
+    for name in (checkpoint.WEIGHTS, "state.json", "manifest.json"):
+        whole = (path / name).read_bytes()
+        (path / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(CorruptFile, match=f"{name} is damaged"):
+            checkpoint.load(path, training=False)
+        (path / name).write_bytes(whole)
+    (path / checkpoint.WEIGHTS).unlink()
+    with pytest.raises(CorruptFile, match=r"agent\.safetensors is missing\. Copy it from where .* or remove"):
+        checkpoint.load(path, training=False)
+
+
 def test_without_its_manifest_it_is_no_checkpoint(tmp_path):
     save(tmp_path, 1)
     (save(tmp_path, 2) / "manifest.json").unlink()
     assert checkpoint.steps(tmp_path) == [1]
+    (tmp_path / "00000001" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"00000002 is not whole: manifest\.json is missing"):
+        checkpoint.latest(tmp_path)
 
 
 @pytest.mark.parametrize("name", checkpoint.FILES)

@@ -8,10 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 
-from qhyer import cli
+from qhyer import cli, envs
+from qhyer.records import read_rows
 
 TINY = ["--agent.hidden", "16", "16", "--agent.batch-size", "8", "--device", "cpu"]
 pytestmark = pytest.mark.usefixtures("looked_at_once")
@@ -47,6 +49,45 @@ def test_own_data_the_whole_way(mine, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
 
+def test_a_run_copied_without_its_optimisers_state(mine, capsys, monkeypatch):
+    """The files that docs/protocol.md names are enough for all but training."""
+    make, limit = envs.make, gymnasium.wrappers.TimeLimit
+    monkeypatch.setattr(envs, "make", lambda environment: limit(make(environment), 15))
+    page = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text(encoding="utf-8")
+    said = page.split("\n## Which files of a run it needs\n")[1].split("\n## ")[0]
+    needed = [line.split("`")[1] for line in said.splitlines() if line.startswith("| `") and line.endswith("| yes |")]
+    train = ["train", "qhyer", "mine.npz", "--goal", "0", "1", "--preset", "demo", "--steps", "2", "--out", "run"]
+    small = ["--agent.batch-size", "8", "--agent.width", "16", "--agent.flow-channels", "8", "--device", "cpu"]
+    train += [*small, "--agent.encoder-width", "16", "--env", "pointmaze-medium-v0"]
+    assert call(*train) == 0
+    for name in needed:
+        name = name.replace("STEP", "00000002")
+        Path("copy", name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path("run", name), Path("copy", name))
+    few = ["--episodes", "1", "--tasks", "3", "--workers", "0"]
+    for run in ("run", "copy"):
+        assert call("eval", run, *few) == 0
+    rows = [read_rows(Path(run, "episodes.csv")) for run in ("run", "copy")]
+    assert [(row.env_seed, row.length) for row in rows[0]] == [(row.env_seed, row.length) for row in rows[1]] != []
+    assert call("show", "copy", "--task", "3", "--out", "a.png") == 0
+    assert call("export", "copy", "--out", "model") == 0
+    assert call("analyze", "critic", "copy", "--data", "mine.npz") == 0
+    assert call(*train[:-1], "pointmaze-medium-v0", "--out", "copy", "--resume") == 0  # finished: nothing is needed
+    capsys.readouterr()
+
+    weights = Path("copy", "checkpoints", "00000002", "agent.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    for command in (["eval"], ["show"], ["export", "--out", "other"], ["analyze", "critic", "--data", "mine.npz"]):
+        at = 2 if command[0] == "analyze" else 1
+        assert call(*command[:at], "copy", *command[at:]) == 2
+        assert "agent.safetensors is damaged: its SHA-256" in " ".join(capsys.readouterr().err.split())
+    for command in (["export"], ["show"]):
+        assert call(*command, ".") == 2
+        assert ". is a folder of runs: give one of them, such as copy" in " ".join(capsys.readouterr().err.split())
+    (Path("copy") / "run.json").unlink()
+    assert call("eval", "copy") == 2 and "run.json is missing" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_goal_that_is_not_there(mine, capsys):
     with np.load("mine.npz") as file:
         np.savez("goal.npz", **file, goal_indices=np.array([0, 9]))
@@ -57,6 +98,16 @@ def test_a_goal_that_is_not_there(mine, capsys):
         assert call("data", "info", name) == 2
         assert call("train", "gcbc", name, "--steps", "2", *TINY) == 2
         assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_steps_of_an_agent_with_two_stages(mine, capsys):
+    small = ["--agent.hidden", "16", "--agent.value-hidden", "16", "--agent.batch-size", "8", "--device", "cpu"]
+    train = ["train", "gas", "mine.npz", "--steps", "2", *small]
+    assert call(*train, "--agent.distance-steps", "3", "--out", "run") == 0
+    assert "stages" not in capsys.readouterr().err
+    assert json.loads(Path("run/run.json").read_text())["updates"] == 5
+    assert call(*train, "--out", "mine.npz") == 2  # before anything is trained
+    assert "steps was set, distance_steps was not" in capsys.readouterr().err
 
 
 def test_the_default_folder_of_own_data(mine, capsys):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qhyer.errors import UserError
-from qhyer.launch import Lost, few_threads, launch
+from qhyer.launch import BEGUN, LOST, TOLD, Lost, few_threads, launch, tell
 
 
 def square(job: int) -> int:
@@ -92,9 +92,10 @@ def test_a_job_that_was_told_to_go(tmp_path):
 def test_stopping_asks_running_jobs_to_save(tmp_path):
     marker = tmp_path / "marker"
     jobs = [("wait", str(marker)), ("quick", str(marker))]
-    with contextlib.closing(launch(either, jobs, workers=2)) as outcomes:
+    notes: list[str] = []
+    with contextlib.closing(launch(either, jobs, workers=2, note=notes.append)) as outcomes:
         assert next(outcomes).index == 1
-    assert marker.read_text() == "saved"
+    assert marker.read_text() == "saved" and notes == ["stopping: 1 under way, up to 60 seconds to save"]
 
 
 def either(job: tuple[str, str]) -> None:
@@ -108,6 +109,30 @@ def either(job: tuple[str, str]) -> None:
 def test_a_value_that_cannot_travel():
     (outcome,) = launch(answer_with_a_lambda, [0], workers=2)
     assert outcome.error and outcome.tries == 1
+
+
+def count_aloud(job: int) -> int:
+    for number in range(job):
+        tell(f"{number} of {job}")
+    return job
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_jobs_tell_is_heard_in_order(workers):
+    heard: list[tuple[int, str, object]] = []
+    outcomes = launch(count_aloud, [2, 0, 3], workers=workers, hear=lambda *word: heard.append(word))
+    assert sorted(outcome.result() for outcome in outcomes) == [0, 2, 3]
+    for index, job in enumerate((2, 0, 3)):
+        told = [(event, value) for at, event, value in heard if at == index]
+        assert told == [(BEGUN, None), *((TOLD, f"{number} of {job}") for number in range(job))]
+    assert count_aloud(2) == 2  # nobody listens
+    assert [outcome.value for outcome in launch(count_aloud, [1, 2], workers=workers)] == [1, 2]
+
+
+def test_a_lost_job_is_said_to_be(tmp_path):
+    heard: list[str] = []
+    list(launch(die_once, [str(tmp_path / "a")], workers=2, hear=lambda index, event, told: heard.append(event)))
+    assert heard == [BEGUN, LOST, BEGUN]
 
 
 def test_threads_are_shared_unless_chosen(monkeypatch):

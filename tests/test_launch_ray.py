@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_launch import die, die_once, square, told_to_go_once
+from test_launch import count_aloud, die, die_once, square, told_to_go_once
 from test_sweep import TINY, call, contents, write
 from test_sweep import maze as maze  # a fixture
 
@@ -20,7 +20,7 @@ from qhyer import train as training
 from qhyer.data import registry
 from qhyer.data.generate import generate
 from qhyer.errors import UserError
-from qhyer.launch import launch
+from qhyer.launch import BEGUN, LOST, TOLD, launch
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(120)
@@ -35,7 +35,8 @@ def cluster() -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # the nodes import the functions of these tests
+        # The nodes import the functions of these tests.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
         cluster.add_node(**NODE)
         cluster.wait_for_nodes()
@@ -79,6 +80,23 @@ def test_a_killed_workers_job_is_run_again(cluster, tmp_path):
     assert outcome.value == "done" and outcome.tries == 2
     (outcome,) = launch(die, [0], launcher="ray", retries=1)
     assert outcome.tries == 2 and "lost 2 times" in outcome.error
+
+
+def tell_and_wait(marker: str) -> str:
+    count_aloud(3)
+    time.sleep(1.0)  # until they are fetched
+    return die_once(marker) if marker else "done"
+
+
+def test_what_jobs_tell_is_heard_in_order(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr("qhyer.launch.FETCH_S", 0.1)
+    heard: list[tuple[int, str, object]] = []
+    jobs = [str(tmp_path / "a"), ""]
+    outcomes = list(launch(tell_and_wait, jobs, launcher="ray", hear=lambda *word: heard.append(word)))
+    assert [(o.index, o.value, o.tries) for o in outcomes] == [(1, "done", 1), (0, "done", 2)]
+    counted = [(BEGUN, None), *((TOLD, f"{number} of 3") for number in range(3))]
+    assert [word[1:] for word in heard if word[0] == 1] == counted
+    assert [word[1:] for word in heard if word[0] == 0] == [*counted, (LOST, None), *counted]
 
 
 def test_a_lost_nodes_job_is_run_on_another(cluster, tmp_path):
@@ -203,8 +221,9 @@ def test_a_sweep_with_a_lost_worker_comes_to_the_same(cluster, expected, tmp_pat
     monkeypatch.setattr(sweep, "run_cell", die_in_training)
     monkeypatch.setattr("sys.argv", ["qhyer", str(path)])
     assert call("sweep", path, "--launcher", "ray", *["--shared"] * shared) == 0
-    output = capsys.readouterr().out
+    output, told = capsys.readouterr()
     assert "s1-" in output and "its worker was lost (WorkerCrashedError); it is run again" in output
+    assert "begun:" not in output and "0 of 2 over, 1 under way, 1 to begin" in told
     updates = [int(line) for line in (tmp_path / "diary").read_text().split()]
     assert updates == [1, 2, 3, 4, 5, *([5, 6] if shared else [1, 2, 3, 4, 5, 6])]
     cells = manifest.read(path)

@@ -145,6 +145,8 @@ def test_ablations_are_those_of_their_rows(table, tmp_path):
     chosen = ablate.variants(asked, {**made, "train": {"precision": PRECISION[preset]}})
     lines = ablate.write(asked, chosen, tmp_path)
     assert (tmp_path / table.name).read_text() == table.read_text()
+    settings = f"{table.stem}.json"
+    assert (tmp_path / settings).read_text() == (table.parent / settings).read_text()
     assert sum(line.seeds == 2 for line in lines) >= 2
 
     page = (ROOT / "docs" / "ablations.md").read_text(encoding="utf-8")

@@ -155,6 +155,24 @@ def test_variants_cross_with_values(tmp_path):
     assert all(cell.eval == EvalConfig() and cell.out == Path("runs") for cell in cells)
 
 
+def test_a_dry_run_says_how_many_updates_each_run_makes(tiny, capsys):
+    """Of all stages; and that shorter second stages leave first ones as they were."""
+    text = tiny.read_text().replace('agents = ["gcbc"]', 'agents = ["gcbc", "gas"]').replace("[0, 1]", "[0]")
+    write(tiny, text.replace("steps = 6", "steps = 1_234"))
+    assert call("sweep", tiny, "--dry-run") == 0
+    output = capsys.readouterr().out
+    cells = [[cell.strip() for cell in line.split("│")] for line in output.splitlines() if "-s0-" in line]
+    assert [cell[2] for cell in cells] == ["1,234", "1,000,000 + 1,234"]
+    said = "gas learns in 2 stages, distance_steps (1,000,000) and steps (1,234): steps was set, distance_steps was not"
+    assert f"note: {said}" in " ".join(output.split())
+    write(tiny, text + "[grid.override.gas]\ndistance_steps = 20\n")
+    assert call("sweep", tiny, "--dry-run") == 0
+    output = capsys.readouterr().out
+    assert "20 + 6" in output and "stages" not in output
+    assert call("sweep", tiny, "--dry-run", "--only", "gas") == 0
+    assert "1 run, 0 finished, 1 to do; 20 + 6 updates each" in capsys.readouterr().out
+
+
 def test_a_run_in_two_grids_is_one_run(tmp_path):
     grid = '[[grid]]\nagents = ["gcbc"]\ndatasets = ["cube-single-play"]\nseeds = [0, 0]\n'
     assert len(manifest.read(write(tmp_path / "m.toml", 2 * grid))) == 1
@@ -221,6 +239,9 @@ def test_other_bad_input(tiny, capsys):
         ([tiny, "--shared"], "--shared is for --launcher ray"),
         ([tiny, "--workers", "0"], "workers must be at least 1"),
         ([tiny, "--address", "here:1"], "--address is for --launcher ray"),
+        ([tiny, "--gpus", "1", "--dry-run"], "--gpus is for --launcher ray; local runs share what this machine has"),
+        ([tiny, "--cpus", "2"], "--cpus is for --launcher ray"),
+        ([tiny.parent], "cannot be read as TOML: Is a directory"),
     ):
         assert call("sweep", *arguments) == 2
         assert words in " ".join(capsys.readouterr().err.split())
@@ -268,8 +289,12 @@ def test_more_tasks_than_before_are_evaluated(tiny):
 def test_processes_make_the_same_runs(tiny, capsys):
     alone, many = manifest.read(tiny), manifest.read(write(tiny, tiny.read_text().replace('"runs"', '"many"')))
     assert call("sweep", tiny, "--workers", "2") == 0
+    output, told = capsys.readouterr()
+    assert f"2 of 2: {many[0].dataset_name}/gcbc-paper-s" in output and "begun" not in output
+    assert told.count("begun: ") == 2 and f"begun: {many[1].name}; 0 of 2 over, 2 under way, 0 to begin" in told
     write(tiny, tiny.read_text().replace('"many"', '"runs"'))
     assert call("sweep", tiny) == 0
+    assert f"begun: {alone[0].name}; 0 of 2 over, 1 under way, 1 to begin" in capsys.readouterr().err
     for one, other in zip(alone, many):
         assert one.folder != other.folder and contents(one.folder) == contents(other.folder)
 
@@ -308,8 +333,16 @@ def test_an_unfinished_run_goes_on(tiny, capsys, monkeypatch):
         patch.setattr(training, "train", stopped)
         assert call("sweep", tiny) == 130
     assert "the same command goes on from here" in capsys.readouterr().out
-    assert sweep.status(cells[0]).text in ("unfinished, at update 3", "unfinished, at update 4")
+    at = sweep.status(cells[0]).text
+    assert at in ("unfinished, at update 3", "unfinished, at update 4")
     assert sweep.status(cells[1]).text == "new"
+    training_state = checkpoint.latest(cells[0].folder / "checkpoints") / checkpoint.TRAINING
+    content = training_state.read_bytes()
+    training_state.unlink()
+    assert sweep.status(cells[0]).text == f"{at}; training.safetensors is missing"
+    assert call("sweep", tiny, "--only", "s0-") == 1
+    assert "cannot be resumed: training.safetensors is missing" in " ".join(capsys.readouterr().out.split())
+    training_state.write_bytes(content)
     assert call("sweep", tiny) == 0
     assert "unfinished, at update" in capsys.readouterr().out
     whole = manifest.read(write(tiny, tiny.read_text().replace('"runs"', '"whole"')))
@@ -336,7 +369,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tiny, capsys, maze, monkeypat
     finally:
         damaged.unlink()
     output = " ".join(capsys.readouterr().out.split())
-    assert output.count("failed: pointmaze-large-stitch-v0/gcbc") == 2
+    assert output.count("failed: pointmaze-large-stitch-v0/gcbc") == 2 and "the same command tries them" in output
     finished = [sweep.status(cell).finished for cell in manifest.read(tiny)]
     assert finished == [False, False, True, True]
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import json
+import shutil
 import signal
 import statistics
 import subprocess
@@ -478,6 +479,24 @@ def test_a_damaged_checkpoint_is_not_resumed(tiny_config, point_world, tmp_path)
     path.write_bytes(spoilt)
     with pytest.raises(UserError, match=r"training\.safetensors is damaged"):
         train("gcbc", "x", config, CPU, run=tmp_path, episodes=point_world, quiet=True, resume=True)
+
+
+def test_weights_alone_are_not_resumed(tiny_config, point_world, tmp_path):
+    """Said before anything is touched, with and without --resume; an earlier whole checkpoint goes on."""
+    config = tiny_config("gcbc")
+    whole = train("gcbc", "x", config, CPU, run=tmp_path / "whole", episodes=point_world, quiet=True)
+    run = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        train("gcbc", "x", config, CPU, run=run, episodes=point_world, quiet=True, on_step=stop_at(7))
+    (run / "checkpoints" / "00000006" / checkpoint.TRAINING).unlink()
+    files = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+    for resume in (False, True):
+        with pytest.raises(UserError, match=r"00000006 cannot be resumed: .* is missing .* to fall back to update 3"):
+            train("gcbc", "x", config, CPU, run=run, episodes=point_world, quiet=True, resume=resume)
+    assert files == {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+    shutil.rmtree(run / "checkpoints" / "00000006")
+    train("gcbc", "x", config, CPU, run=run, episodes=point_world, quiet=True, resume=True)
+    assert_same(whole, run)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

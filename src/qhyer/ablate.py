@@ -17,6 +17,7 @@ A run is that of a sweep. The variant that changes nothing is the same run in al
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import textwrap
 import tomllib
@@ -29,12 +30,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from qhyer.config import Precision
+from qhyer.config import Precision, fingerprint, replace
 from qhyer.errors import UserError, did_you_mean
 from qhyer.launch import Launcher
 
 if TYPE_CHECKING:
     from qhyer.manifest import Cell
+    from qhyer.report.collect import Run
 
 NOT_RUN = "not run"
 NOTE = (
@@ -139,8 +141,9 @@ def ablate(
         env: own data: the environment to evaluate in
         device: where to train and to act: cpu, cuda, or auto (if not given)
         precision: of the training; fp32 if not given
-        out: the folder of the runs; the table goes to OUT/NAME-DATASET-PRESET.csv, .md, .png and .svg
-        dry_run: show the runs and stop
+        out: the folder of the runs; the table goes to OUT/NAME-DATASET-PRESET.csv, .md, .png and .svg, or, where there
+            is one of other options, to a name of its own beside it
+        dry_run: show the runs and stop: how many updates each makes, and how far it is
         only: only runs whose name has one of these in it, such as s0- or mamba
         workers: runs at a time; 1 if not given (ray: as many as the cluster has room for)
         launcher: local, or ray: on a Ray cluster, with the same results
@@ -261,15 +264,28 @@ class Line:
     """each seed's"""
 
 
+def _run(cell: Cell) -> Run:
+    """A run with the rows of the episodes that were asked for: others may have been evaluated more widely since."""
+    from qhyer.report.collect import read_run
+    from qhyer.sweep import asked_for
+
+    run = read_run(cell.folder)
+    if cell.eval is None:
+        return run
+    environment = cell.environment or run.info["environment"]
+    asked = {(str(task), episode, str(seed)) for task, episode, seed in asked_for(cell, environment)}
+    kept = tuple(row for row in run.last if (row.task, row.episode, row.env_seed) in asked)
+    return dataclasses.replace(run, episodes=kept)
+
+
 def lines(ablation: Ablation, chosen: Chosen) -> list[Line]:
     """A line for each dataset and variant, from its finished runs alone: all have had the same number of updates."""
-    from qhyer.report.collect import read_run
     from qhyer.report.tables import Group, run_score, success
     from qhyer.sweep import status
 
     found = []
     for (dataset, variant), cells in chosen.items():
-        runs = tuple(read_run(cell.folder) for cell in cells if status(cell).finished)
+        runs = tuple(_run(cell) for cell in cells if status(cell).finished)
         first = cells[0]
         rows = success(Group(dataset, first.agent, first.preset, variant, variant, runs))
         row = rows[0] if rows else None
@@ -322,33 +338,129 @@ def cells_of(line: Line) -> list[str]:
     ]  # fmt: skip
 
 
+def settings(ablation: Ablation, cells: Sequence[Cell]) -> dict[str, Any]:
+    """What makes a table's runs comparable: all that its variants have in common, but for the seeds."""
+    from qhyer import presets
+    from qhyer.config import to_dict
+
+    first = cells[0]
+    plain, _ = presets.resolve(first.agent, first.preset, first.dataset_name)
+    usual, preset, configs = to_dict(type(plain)()), to_dict(plain), [to_dict(cell.config) for cell in cells]
+    common = {name: value for name, value in configs[0].items() if all(config[name] == value for config in configs)}
+    protocol = to_dict(first.eval) if first.eval is not None else {}
+    return {
+        "ablation": ablation.name,
+        "dataset": first.dataset_name,
+        "preset": first.preset,
+        # Options that are as they always are do not count: a later version has more of them.
+        "options": {n: v for n, v in common.items() if not v == preset[n] == usual[n]},
+        "precision": first.train.precision,
+        "goal": None if first.goal is None else list(first.goal),
+        "environment": first.environment,
+        **{name: protocol.get(name) for name in ("episodes", "tasks", "seed")},
+    }
+
+
+def settings_text(values: Mapping[str, Any], seeds: Sequence[int]) -> str:
+    """As people read them: what the preset does not say."""
+    from qhyer import presets
+    from qhyer.config import to_dict
+
+    usual = to_dict(presets.resolve("qhyer", values["preset"], values["dataset"])[0])
+    own = [f"{name}={value}" for name, value in values["options"].items() if usual.get(name) != value]
+    texts = [f"Seeds {', '.join(map(str, seeds))}", values["precision"], f"{values['episodes']} episodes of each task"]
+    texts += [f"tasks {', '.join(map(str, values['tasks']))}"] if values["tasks"] else []
+    texts += [f"in {values['environment']}"] if values["environment"] else []
+    texts += [f"beside the preset: {', '.join(own)}"] if own else []
+    return "; ".join(texts) + "."
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Which settings differ, in words; an option that is in one of them alone is a default in the other."""
+    flat = [{**values, **values["options"]} for values in (there, here)]
+    names = [name for name in dict.fromkeys([*flat[0], *flat[1]]) if name != "options"]
+    return ", ".join(
+        f"{name} {flat[0].get(name, 'as usual')} there and {flat[1].get(name, 'as usual')} here"
+        for name in names
+        if flat[0].get(name) != flat[1].get(name)
+    )
+
+
+def place(stem: Path, values: Mapping[str, Any]) -> tuple[Path, list[int], str]:
+    """Where a table of these settings goes, the seeds it has already, and a sentence where that is not `stem`.
+
+    The first table has the plain name. One of other settings is put beside it, under a name with their fingerprint, so
+    that neither is lost or mixed with the other.
+    """
+    own = stem.with_name(f"{stem.name}-{fingerprint(values)}")
+    why = ""
+    for path in (own, stem):
+        try:
+            found = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
+            there, seeds = found["settings"], [int(seed) for seed in found["seeds"]]
+        except FileNotFoundError:
+            continue
+        except (ValueError, KeyError, TypeError):
+            why = f"{path}.json cannot be read"
+            continue
+        if there == values:
+            return path, seeds, ""
+        why = f"{path}.csv is of other settings ({_differences(there, values)})"
+    if not Path(f"{stem}.csv").exists() and not why:
+        return stem, [], ""
+    return own, [], f"{why or f'{stem}.csv does not say its settings'}: it stays, and this table is {own}.csv"
+
+
+def with_seeds(chosen: Chosen, dataset: str, seeds: Sequence[int]) -> Chosen:
+    """The runs on one dataset, with those of more seeds."""
+    found: Chosen = {}
+    for key, cells in chosen.items():
+        if key[0] == dataset:
+            first, have = cells[0], {cell.seed for cell in cells}
+            more = [seed for seed in seeds if seed not in have]
+            others = [replace(first, {"seed": seed, "train": replace(first.train, {"seed": seed})}) for seed in more]
+            found[key] = sorted([*cells, *others], key=lambda cell: cell.seed)
+    return found
+
+
 def write(ablation: Ablation, chosen: Chosen, out: Path) -> list[Line]:
-    """Prints a table for each dataset, and writes it as CSV, Markdown and figures."""
+    """Prints a table for each dataset, and writes it as CSV, Markdown and figures, with its settings beside it."""
     from qhyer.analyses._output import show
     from qhyer.report.tables import markdown, to_csv
-    from qhyer.storage import write_text
+    from qhyer.storage import write_json, write_text
 
-    found = lines(ablation, chosen)
+    found: list[Line] = []
     names = [item.name for item in dataclasses.fields(Line) if item.name != "scores"]
-    for dataset in dict.fromkeys(line.dataset for line in found):
-        mine = [line for line in found if line.dataset == dataset]
-        print(f"\n{ablation.name} on {dataset}, preset {mine[0].preset}")
+    for dataset in dict.fromkeys(dataset for dataset, _ in chosen):
+        cells = [cell for key, each in chosen.items() if key[0] == dataset for cell in each]
+        values, asked = settings(ablation, cells), sorted({cell.seed for cell in cells})
+        # Not with_suffix: a dataset's name may have a point in it.
+        path, before, told = place(out / f"{ablation.name}-{dataset}-{cells[0].preset}", values)
+        seeds = sorted({*asked, *before})
+        mine = lines(ablation, with_seeds(chosen, dataset, seeds))
+        found += mine
+        about = settings_text(values, seeds)
+        print(f"\n{ablation.name} on {dataset}, preset {mine[0].preset}\n{about}")
         show(HEADER, [cells_of(line) for line in mine])
         if not any(line.seeds for line in mine):
             print("no run is finished yet: the same command goes on")
             continue
-        # Not with_suffix: a dataset's name may have a point in it.
-        stem = f"{ablation.name}-{dataset}-{mine[0].preset}"
+        if told:
+            print(f"note: {told}")
+        if seeds != asked:
+            print(f"note: with seeds {', '.join(str(seed) for seed in seeds if seed not in asked)} of earlier calls")
         body = [
             f"### {ablation.name} on {dataset}, preset {mine[0].preset}",
             ablation.question,
             markdown(HEADER, [cells_of(line) for line in mine]).rstrip(),
+            textwrap.fill(about, 120),
             textwrap.fill(f"{NOTE} The paper on this: {ablation.paper} ({ablation.source}).", 120),
         ]
-        write_text(out / f"{stem}.csv", to_csv(names, ([getattr(line, name) for name in names] for line in mine)))
-        write_text(out / f"{stem}.md", "\n\n".join(body) + "\n")
-        draw(ablation, mine, out / stem)
-        print(f"written: {out / stem}.csv, .md, .png and .svg")
+        write_json(Path(f"{path}.json"), {"settings": values, "seeds": seeds})
+        write_text(Path(f"{path}.csv"), to_csv(names, ([getattr(line, name) for name in names] for line in mine)))
+        write_text(Path(f"{path}.md"), "\n\n".join(body) + "\n")
+        draw(ablation, mine, path)
+        print(f"written: {path}.csv, .md, .png and .svg; .json has its settings")
     return found
 
 

@@ -64,6 +64,13 @@ class AgentConfig:
 
     coordinates_option: ClassVar[str] = ""
     """the option, if there is one, with which an agent reads a goal's coordinates alone"""
+    stage_steps: ClassVar[tuple[str, ...]] = ("steps",)
+    """the options with the updates of each stage, in the order of `stages`"""
+
+    @property
+    def updates(self) -> tuple[int, ...]:
+        """of each stage"""
+        return tuple(getattr(self, name) for name in self.stage_steps)
 
     @property
     def reads_whole_goals(self) -> bool:

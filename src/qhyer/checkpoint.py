@@ -2,7 +2,8 @@
 
 RUN/checkpoints/00005000/
     agent.safetensors      weights and buffers: all that acting needs
-    training.safetensors   optimiser moments, random generators, running sums: all that resuming needs besides
+    training.safetensors   optimiser moments, random generators, running sums: all that resuming needs besides; it may
+                           be left out where nobody resumes
     state.json             step of how many, optimiser groups, seconds, names of the metrics
     manifest.json          SHA-256 and size of each of the above, and of itself
 """
@@ -24,7 +25,8 @@ from qhyer.errors import CorruptFile, UserError
 from qhyer.storage import atomic_directory, discard, read_sealed_json, sha256_file, sweep_partial, write_sealed_json
 
 FORMAT = 2  # 2: the flow's blocks are stacked
-FILES = ("agent.safetensors", "training.safetensors", "state.json")
+WEIGHTS, TRAINING = "agent.safetensors", "training.safetensors"
+FILES = (WEIGHTS, TRAINING, "state.json")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Checkpoint:
     path: Path
     agent: dict[str, Tensor]
     training: dict[str, Tensor]
+    """empty where it was not asked for"""
     state: dict[str, Any]
 
 
@@ -59,8 +62,8 @@ def save(
     """Writes `folder/STEP`; a reader sees it complete or not at all. Then prunes to the newest `keep`."""
     target = Path(folder) / f"{step:08d}"
     with atomic_directory(target) as temporary:
-        write_tensors(temporary / "agent.safetensors", _plain(agent))
-        write_tensors(temporary / "training.safetensors", _plain(training))
+        write_tensors(temporary / WEIGHTS, _plain(agent))
+        write_tensors(temporary / TRAINING, _plain(training))
         (temporary / "state.json").write_text(json.dumps(dict(state), indent=1))
         files = {
             name: {"sha256": sha256_file(temporary / name), "bytes": (temporary / name).stat().st_size}
@@ -83,14 +86,27 @@ def steps(folder: Path) -> list[int]:
 
 def latest(folder: Path) -> Path:
     """The newest checkpoint below `folder`."""
-    found = steps(folder)
-    if not found:
-        raise UserError(f"no checkpoint in {folder}; train first, or give the run's folder")
-    return Path(folder) / f"{found[-1]:08d}"
+    found, folder = steps(folder), Path(folder)
+    if found:
+        return folder / f"{found[-1]:08d}"
+    bare = sorted(path for path in folder.glob("*") if path.name.isdigit())
+    if bare:
+        raise UserError(f"{bare[-1]} is not whole: manifest.json is missing; copy it from where the run was trained")
+    raise UserError(f"no checkpoint in {folder}; train first, or give the run's folder")
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """Checks every byte against the manifest and returns it; raises `CorruptFile` naming the file."""
+def _before(path: Path) -> str:
+    """Half a sentence on what to do without this checkpoint, where there is an earlier one that is whole."""
+    earlier = [step for step in steps(path.parent) if f"{step:08d}" < path.name]
+    whole = [step for step in earlier if resumable(path.parent / f"{step:08d}")]
+    return f", or remove {path} to fall back to update {whole[-1]}" if whole else ""
+
+
+def verify(path: Path, training: bool = True) -> dict[str, Any]:
+    """Checks every byte against the manifest and returns it; raises `CorruptFile` naming the file.
+
+    Without `training`, the file of that name may be missing; where it is there, it must be as it was written.
+    """
     path = Path(path)
     manifest_path = path / "manifest.json"
     if not manifest_path.is_file():
@@ -98,35 +114,55 @@ def verify(path: Path) -> dict[str, Any]:
     manifest = read_sealed_json(manifest_path)
     if manifest.get("format") != FORMAT:
         raise UserError(f"{path} has checkpoint format {manifest.get('format')}, this version reads {FORMAT}")
+    if training:
+        require_training(path)
     for name, recorded in manifest["files"].items():
         file = path / name
+        if not file.is_file() and name == TRAINING:
+            continue
         if not file.is_file():
-            raise CorruptFile(f"{path} is incomplete: {name} is missing")
+            raise CorruptFile(
+                f"{path} is incomplete: {name} is missing. Copy it from where the run was trained{_before(path)}."
+            )
         if file.stat().st_size != recorded["bytes"] or sha256_file(file) != recorded["sha256"]:
+            alone = " Without this file it can still be evaluated." if name == TRAINING else ""
             raise CorruptFile(
                 f"{file} is damaged: its SHA-256 is not the manifest's. "
-                f"Remove {path} to fall back to the checkpoint before it."
+                f"Copy it again from where the run was trained{_before(path)}.{alone}"
             )
     return manifest
 
 
+def resumable(path: Path) -> bool:
+    """Whether it holds more than the agent, which acts, and cannot be trained further alone."""
+    return (Path(path) / TRAINING).is_file()
+
+
+def require_training(path: Path) -> None:
+    if not resumable(path):
+        raise CorruptFile(
+            f"{path} cannot be resumed: {TRAINING} is missing (the optimisers' state and the random generators; "
+            f"evaluation does without). Copy it from where the run was trained{_before(path)}."
+        )
+
+
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON part alone, checked against the manifest like all of it."""
+    """The JSON part alone, checked against the manifest like all that is there."""
     path = Path(path)
-    verify(path)
+    verify(path, training=False)
     return json.loads((path / "state.json").read_text())
 
 
-def load(path: Path, device: str | torch.device = "cpu") -> Checkpoint:
-    """Verifies, then reads."""
+def load(path: Path, device: str | torch.device = "cpu", training: bool = True) -> Checkpoint:
+    """Verifies, then reads; without `training` what acting needs."""
     path = Path(path)
-    verify(path)
+    verify(path, training)
     try:
-        agent = load_file(path / "agent.safetensors", device=str(device))
-        training = load_file(path / "training.safetensors")
+        agent = load_file(path / WEIGHTS, device=str(device))
+        rest = load_file(path / TRAINING) if training else {}
     except SafetensorError as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
-    return Checkpoint(path, agent, training, json.loads((path / "state.json").read_text()))
+    return Checkpoint(path, agent, rest, json.loads((path / "state.json").read_text()))
 
 
 def clean(folder: Path) -> None:

@@ -139,8 +139,8 @@ class _TrainOptions:
     """Options of `qhyer train` that are not the agent's."""
 
     steps: int | None = None
-    """updates; the preset's when not given. Of an agent with several stages those of one: GAS, too, has
-    --agent.distance-steps"""
+    """updates; the preset's when not given. Of an agent with two stages those of the second: GAS's first has
+    --agent.distance-steps, which this leaves as it is"""
     seeds: tuple[int, ...] = ()
     """instead of --seed: train these together, a run for each; on CUDA side by side (docs/scale.md)"""
     out: Path | None = None
@@ -198,6 +198,7 @@ def _train(args: list[str]) -> int | None:
         description=f"Train {known.agent} on {name}, preset {known.preset}. Values shown are the preset's.",
     )
     config = options.agent if options.steps is None else replace(options.agent, {"steps": options.steps})
+    left = presets.untouched_stages(known.agent, known.preset, name, config)
     episodes = None
     if options.goal:
         from qhyer.data.episodes import Episodes, coordinate
@@ -215,6 +216,8 @@ def _train(args: list[str]) -> int | None:
     if "--seeds" in given and not options.seeds:
         raise UserError("--seeds needs at least one")
     with distributed.processes(runs.resolve_device(options.train.device)) as device:
+        if left and distributed.is_main():
+            print(f"note: {left}", file=sys.stderr)
         how = replace(options.train, {"device": device}) if distributed.active() else options.train
         try:
             if options.seeds:

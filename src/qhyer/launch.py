@@ -10,12 +10,15 @@ On a cluster, only arguments and results travel. The same qhyer must be installe
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import multiprocessing
 import os
 import platform
 import signal
 import socket
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -33,6 +36,11 @@ Launcher = Literal["local", "ray"]
 
 SAVE_S = 60.0  # what a job that is told to stop gets for saving
 LOOK_S = 30.0  # between two looks at whether the cluster has room for what is waiting
+FETCH_S = 1.0  # between two looks at what jobs on the cluster have told
+
+BEGUN, TOLD, LOST = "begun", "told", "lost"
+Hear = Callable[[int, str, Any], None]
+"""gets a job's place in the list, one of the three above, and what was told"""
 
 
 class Lost(Exception):
@@ -57,6 +65,26 @@ class Outcome(Generic[Result]):
         return self.value  # type: ignore[return-value]
 
 
+_teller: Callable[[Any], None] | None = None
+
+
+def tell(value: Any) -> None:
+    """From within a job, a word to whoever listens to it (`hear`); lost where nobody does. It is no result: small, and
+    not often."""
+    if _teller is not None:
+        _teller(value)
+
+
+@contextlib.contextmanager
+def _telling(teller: Callable[[Any], None] | None) -> Iterator[None]:
+    global _teller
+    before, _teller = _teller, teller
+    try:
+        yield
+    finally:
+        _teller = before
+
+
 def launch(
     function: Callable[[Job], Result],
     jobs: Sequence[Job],
@@ -69,6 +97,7 @@ def launch(
     retries: int = 3,
     names: Sequence[str] | None = None,
     note: Callable[[str], None] | None = None,
+    hear: Hear | None = None,
 ) -> Generator[Outcome[Result], None, None]:
     """Runs function(job) for each job and yields the outcomes as they come. Close it (or let it end) to stop the rest.
 
@@ -77,25 +106,29 @@ def launch(
     ray: tasks that ask for `cpus` and `gpus` on the cluster at `address` ($RAY_ADDRESS, else the one running here), at
     most `workers` at a time; as many as the cluster has room for when not given.
     `retries`: how often a job is run again after its worker was lost. `note` gets sentences about such events.
+    `hear` is told when a job has begun, when its worker was lost, and what the job itself says (`tell`).
     """
     require(workers is None or workers >= 1, f"workers must be at least 1, not {workers}")
     require(retries >= 0, "retries cannot be negative")
     require(cpus >= 0 and gpus >= 0, "cpus and gpus cannot be negative")
-    queue = _Queue(names or [f"job {index}" for index in range(len(jobs))], retries, note or (lambda text: None))
+    names = names or [f"job {index}" for index in range(len(jobs))]
+    queue = _Queue(names, retries, note or (lambda text: None), hear)
     if launcher == "ray":
         return _on_ray(function, jobs, queue, workers, address, cpus, gpus)
     require(launcher == "local", f"no launcher is called {launcher!r}: use local or ray")
     require(address is None, "--address is for --launcher ray")
     if (workers or 1) == 1:
-        return _here(function, jobs)
+        return _here(function, jobs, hear)
     return _in_processes(function, jobs, queue, workers or 1)
 
 
 class _Queue:
     """Jobs that wait, and how often each was tried."""
 
-    def __init__(self, names: Sequence[str], retries: int, note: Callable[[str], None]) -> None:
+    def __init__(self, names: Sequence[str], retries: int, note: Callable[[str], None], hear: Hear | None) -> None:
         self.names, self.retries, self.note = names, retries, note
+        self.listened = hear is not None
+        self.hear: Hear = hear or (lambda *_: None)
         self.waiting = deque(range(len(names)))
         self.tries = [0] * len(names)
 
@@ -112,8 +145,14 @@ class _Queue:
         if tries > self.retries:
             return Outcome(index, error=f"its worker was lost {tries} times, at last: {answer['lost']}", tries=tries)
         self.note(f"{self.names[index]}: its worker was lost ({answer['lost']}); it is run again")
+        self.hear(index, LOST, None)
         self.waiting.appendleft(index)
         return None
+
+    def stop(self, count: int) -> None:
+        """Said before the wait that follows."""
+        if count:
+            self.note(f"stopping: {count} under way, up to {SAVE_S:g} seconds to save")
 
 
 # --------------------------------------------------------------------------------------------------- one attempt
@@ -137,9 +176,14 @@ def _attempt(function: Callable[[Job], Result], job: Job) -> dict[str, Any]:
         return {"error": message, "trace": trace}
 
 
-def _here(function: Callable[[Job], Result], jobs: Sequence[Job]) -> Generator[Outcome[Result], None, None]:
+def _here(
+    function: Callable[[Job], Result], jobs: Sequence[Job], hear: Hear | None
+) -> Generator[Outcome[Result], None, None]:
     for index, job in enumerate(jobs):
-        answer = _attempt(function, job)
+        if hear is not None:
+            hear(index, BEGUN, None)
+        with _telling(None if hear is None else functools.partial(hear, index, TOLD)):
+            answer = _attempt(function, job)
         if "lost" in answer:  # this process is the worker, and it is the one that was told to go
             raise KeyboardInterrupt
         yield Outcome(index, **answer)
@@ -179,10 +223,16 @@ def follow_parent() -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _process(connection: Connection, function: Callable[[Job], Result], job: Job) -> None:
+def _process(connection: Connection, function: Callable[[Job], Result], job: Job, listened: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which tells us with SIGTERM
     follow_parent()
-    answer = _attempt(function, job)
+
+    def say(value: Any) -> None:
+        with contextlib.suppress(OSError):  # nobody is listening any more
+            connection.send({TOLD: value})
+
+    with _telling(say if listened else None):
+        answer = _attempt(function, job)
     try:
         connection.send(answer)
     except OSError:  # nobody is listening any more
@@ -203,11 +253,12 @@ def _in_processes(
             while queue.waiting and len(running) < workers:
                 index = queue.next()
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_process, args=(theirs, function, jobs[index]))
+                process = context.Process(target=_process, args=(theirs, function, jobs[index], queue.listened))
                 with few_threads(max(1, cores() // workers)):
                     process.start()
                 theirs.close()
                 running[ours] = process, index
+                queue.hear(index, BEGUN, None)
             ready: list[Any] = wait(list(running))
             for connection in ready:
                 process, index = running[connection]
@@ -216,12 +267,16 @@ def _in_processes(
                 except (EOFError, OSError):
                     process.join()
                     answer = {"lost": f"the process ended with code {process.exitcode}"}
+                if TOLD in answer:
+                    queue.hear(index, TOLD, answer[TOLD])
+                    continue
                 del running[connection]
                 connection.close()
                 process.join()
                 if outcome := queue.outcome(index, answer):
                     yield outcome
     finally:
+        queue.stop(len(running))
         for process, _ in running.values():
             process.terminate()
         for process, _ in running.values():
@@ -277,13 +332,46 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def _remote_attempt(version: str, gpus: float, function: Callable[[Job], Result], job: Job) -> dict[str, Any]:
+class _Mailbox:
+    """An actor, which holds what jobs tell until the caller fetches it. One call at a time: letters stay in order."""
+
+    def __init__(self, pause: float) -> None:
+        self.pause = pause
+        self.letters: list[tuple[int, str, Any]] = []
+
+    def put(self, index: int, event: str, value: Any) -> None:
+        self.letters.append((index, event, value))
+
+    def take(self) -> list[tuple[int, str, Any]]:
+        time.sleep(self.pause)
+        letters, self.letters = self.letters, []
+        return letters
+
+
+def _mailbox(ray: Any) -> Any:
+    """It lives on the caller's node where that is one of the cluster's: others may go away."""
+    from ray.util import client
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    where: Any = "DEFAULT"
+    if not client.ray.is_connected():
+        where = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return ray.remote(num_cpus=0, scheduling_strategy=where)(_Mailbox).remote(FETCH_S)
+
+
+def _remote_attempt(
+    version: str, gpus: float, function: Callable[[Job], Result], job: Job, index: int, mailbox: Any
+) -> dict[str, Any]:
     os.environ.setdefault("MUJOCO_GL", "disable")
     if not gpus:  # what was not asked for is not used: others may have asked
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if version != __version__:
         return {"error": f"{platform.node()} has qhyer {__version__}, and {version} asks: install one on every node"}
-    return _attempt(function, job)
+    if mailbox is None:
+        return _attempt(function, job)
+    mailbox.put.remote(index, BEGUN, None)
+    with _telling(lambda value: mailbox.put.remote(index, TOLD, value)):
+        return _attempt(function, job)
 
 
 def _room(ray: Any, cpus: float, gpus: float) -> float:
@@ -311,21 +399,29 @@ def _on_ray(
     gone = (errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError, errors.OutOfMemoryError)
     task = ray.remote(max_retries=0, num_cpus=cpus, num_gpus=gpus)(_remote_attempt)
     running: dict[Any, int] = {}
-    told = False
+    told, looked, room = False, -math.inf, 0.0
     with _connected(ray, address):
+        mailbox = _mailbox(ray) if queue.listened else None
+        letters = mailbox.take.remote() if mailbox is not None else None
         try:
             while queue.waiting or running:
-                room = _room(ray, cpus, gpus)
-                if room < 1 and not told:
-                    queue.note(f"waiting: no node of the cluster has {cpus:g} CPUs and {gpus:g} GPUs for a job")
-                told = room < 1
+                if time.monotonic() - looked >= LOOK_S:
+                    room, looked = _room(ray, cpus, gpus), time.monotonic()
+                    if room < 1 and not told:
+                        queue.note(f"waiting: no node of the cluster has {cpus:g} CPUs and {gpus:g} GPUs for a job")
+                    told = room < 1
                 # Twice the room keeps every worker busy, and shows an autoscaler that more would be used.
                 limit = workers or max(8, int(2 * room))
                 while queue.waiting and len(running) < limit:
                     index = queue.next()
-                    running[task.remote(__version__, gpus, function, jobs[index])] = index
-                ready, _ = ray.wait(list(running), num_returns=1, timeout=LOOK_S)
+                    running[task.remote(__version__, gpus, function, jobs[index], index, mailbox)] = index
+                asked = [*running] if letters is None else [*running, letters]
+                ready, _ = ray.wait(asked, num_returns=1, timeout=LOOK_S)
+                if letters is not None and letters in ready:
+                    ready.remove(letters)
+                    letters = _deliver(ray, mailbox, letters, queue.hear)
                 for reference in ready:
+                    looked = -math.inf
                     index = running.pop(reference)
                     try:
                         answer = ray.get(reference)
@@ -336,7 +432,20 @@ def _on_ray(
                     if outcome := queue.outcome(index, answer):
                         yield outcome
         finally:
+            queue.stop(len(running))
             for reference in running:
                 ray.cancel(reference, force=False)  # as Ctrl-C: a training saves before it goes
             if running:
                 ray.wait(list(running), num_returns=len(running), timeout=SAVE_S)
+            if mailbox is not None:
+                ray.kill(mailbox)
+
+
+def _deliver(ray: Any, mailbox: Any, letters: Any, hear: Hear) -> Any:
+    """Passes on what has come, and asks for more. A mailbox that is lost, with its node, stops no job."""
+    try:
+        for letter in ray.get(letters):
+            hear(*letter)
+    except ray.exceptions.RayError:
+        return None
+    return mailbox.take.remote()

@@ -106,7 +106,7 @@ def load(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"there is no manifest at {path}; docs/examples/sweep.toml is one to start from") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path} cannot be read as TOML: {error}") from None
+        raise UserError(f"{path} cannot be read as TOML: {getattr(error, 'strerror', None) or error}") from None
 
 
 def cells(values: Mapping[str, Any], path: str) -> list[Cell]:

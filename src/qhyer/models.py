@@ -225,6 +225,8 @@ def find(name: str | Path) -> Path:
     short = _short(str(name))
     if short in known:
         return known[short]
+    if told := runs.folder_of_runs(Path(name)):
+        raise UserError(told)
     hint = did_you_mean(short, known)
     looked = ", ".join(dict.fromkeys(str(folder) for folder in folders()))
     there = f"there are {', '.join(known)}" if known else "there are none"
@@ -272,7 +274,8 @@ def load(name: str | Path, device: str = "cpu") -> tuple[Agent, dict[str, Any]]:
 
 def policy(name: str | Path, device: str = "cpu") -> Policy:
     """A model, or a run by its folder, for a loop of one's own."""
-    agent, _ = runs.load_agent(Path(name), device=device) if runs.is_run(Path(name)) else load(name, device)
+    run = (Path(name) / "run.json").is_file()
+    agent, _ = runs.load_agent(Path(name), device=device) if run else load(name, device)
     return Policy(agent)
 
 

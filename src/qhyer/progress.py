@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
+
+Listener = Callable[[int, int], None]
+"""gets how much is done, and of how much"""
+EVERY_S = 1.0  # between two words to a listener
+
+_listener: Listener | None = None
+
+
+@contextlib.contextmanager
+def listened(listener: Listener) -> Iterator[None]:
+    """Whatever shows its progress within, quiet or not, tells the listener too: at first, about once a second, and at
+    the end."""
+    global _listener
+    before, _listener = _listener, listener
+    try:
+        yield
+    finally:
+        _listener = before
 
 
 class Progress:
@@ -23,7 +43,10 @@ class Progress:
         self.task: Any = None
 
     def __enter__(self) -> Progress:
-        self.begun = self.last_line = self.last_draw = time.monotonic()
+        self.begun = self.last_line = self.last_draw = self.last_word = time.monotonic()
+        self.listener = _listener
+        if self.listener is not None:
+            self.listener(self.start, self.total)
         if not self.quiet and sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as RichProgress
@@ -40,6 +63,11 @@ class Progress:
 
     def advance(self, done: int) -> None:
         """Cheap enough for every step: drawn at most ten times a second."""
+        if self.listener is not None:
+            now = time.monotonic()
+            if now - self.last_word >= EVERY_S or done == self.total:
+                self.last_word = now
+                self.listener(done, self.total)
         if self.bar is not None:
             now = time.monotonic()
             if now - self.last_draw > 0.1 or done == self.total:

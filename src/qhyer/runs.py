@@ -79,7 +79,7 @@ def read(run: Path) -> dict[str, Any]:
     """run.json of a run's folder."""
     path = Path(run) / "run.json"
     if not path.is_file():
-        raise UserError(f"{run} is not a run: it has no run.json (`qhyer train` makes runs)")
+        raise UserError(folder_of_runs(run) or f"{run} is not a run: it has no run.json (`qhyer train` makes runs)")
     try:
         info = json.loads(path.read_text())
         missing = {"agent", "preset", "dataset", "seed", "config", "spec"} - set(info)
@@ -88,6 +88,12 @@ def read(run: Path) -> dict[str, Any]:
     if missing:
         raise UserError(f"{path} is not a run's: it lacks {', '.join(sorted(missing))}")
     return info
+
+
+def folder_of_runs(path: Path) -> str:
+    """A sentence where one run is wanted and a folder that holds some was given."""
+    first = min(Path(path).rglob("run.json"), default=None)
+    return "" if first is None else f"{path} is a folder of runs: give one of them, such as {first.parent}"
 
 
 def is_run(path: Path) -> bool:
@@ -103,6 +109,8 @@ def below(*paths: Path) -> list[Path]:
             found.append(path)
             continue
         inside = sorted(file.parent for file in path.rglob("run.json") if is_run(file.parent))
+        if not inside and checkpoint.steps(path / "checkpoints"):
+            raise UserError(f"{path} is not a whole run: run.json is missing; copy it from where the run was trained")
         if not inside:
             raise UserError(f"{path} is not a run, and none with a checkpoint is in it (`qhyer train` makes runs)")
         found += inside
@@ -128,10 +136,13 @@ def load_agent(run: Path, step: int | None = None, device: str = "cpu") -> tuple
     """The trained agent of a run, ready to act, and the updates it has had."""
     info = read(run)
     folder = Path(run) / "checkpoints"
+    if info.get("model") and not folder.is_dir():
+        name = info["model"]["name"]
+        raise UserError(f"{run} has the rows of a model, and no weights: `qhyer eval --model {name}` evaluates it")
     path = checkpoint.latest(folder) if step is None else folder / f"{step:08d}"
     if not path.is_dir():
         raise UserError(f"{run} has no checkpoint of step {step}; it has {checkpoint.steps(folder)}")
-    saved = checkpoint.load(path, device)
+    saved = checkpoint.load(path, device, training=False)
     config = from_dict(agents.load(info["agent"]).Config, info["config"])
     agent = build_agent(info["agent"], config, from_dict(DataSpec, info["spec"]), info["seed"])
     agent.to(device).load_state_dict(saved.agent)

@@ -318,7 +318,7 @@ def show(
     if out is not None and out.suffix not in (".gif", ".png"):
         raise UserError(f"{out}: name a file that ends in .gif or .png")
     device = runs.resolve_device(device)
-    if runs.is_run(Path(name)):
+    if (Path(name) / "run.json").is_file():
         agent, _ = runs.load_agent(Path(name), step, device)
         info, home = runs.read(Path(name)), Path(name)
     else:

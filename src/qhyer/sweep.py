@@ -30,12 +30,15 @@ from rich.table import Table
 
 from qhyer import rollout
 from qhyer.errors import UserError
-from qhyer.launch import Launcher, Lost, cores, failure, launch
+from qhyer.launch import Launcher, Lost, cores, failure, launch, tell
+from qhyer.progress import listened
+from qhyer.watch import EVALUATING, TRAINING, Task, Watch
 
 if TYPE_CHECKING:
     from qhyer.data.episodes import Episodes
     from qhyer.manifest import Cell
 
+PIPED = 160  # columns where nobody says how wide: a file, or another program
 Files = dict[str, bytes]
 """a run's folder: path in it -> content"""
 
@@ -57,7 +60,8 @@ def sweep(
 
     Args:
         manifest: a TOML file; docs/examples/sweep.toml is one, docs/scale.md says what it may hold
-        dry_run: show the runs and stop
+        dry_run: show the runs and stop: how many updates each makes (of an agent with stages: first + second), and how
+            far it is
         only: only runs whose name has one of these in it, such as gcbc, s0- or 'cube-*-s0-'
         workers: runs at a time; 1 if not given (ray: as many as the cluster has room for)
         launcher: local, or ray: on a Ray cluster, with the same results
@@ -97,16 +101,19 @@ def run_cells(
     retries: int = 3,
 ) -> int:
     """Does what of these runs is not done, and says so; 0 if all went well. The options are those of `sweep`."""
-    console = Console(highlight=False)
+    _of_a_cluster_alone(launcher, shared, address, cpus, gpus)
+    console = Console(width=None if sys.stdout.isatty() else PIPED, highlight=False)
     cells = _matching(cells, only)
     before = [status(cell) for cell in cells]
     console.print(_table(cells, before))
     todo = [cell for cell, at in zip(cells, before) if not at.finished]
     gone = [cell.name for cell, at in zip(cells, before) if not at.kept]
+    alike = len({_updates(cell) for cell in cells}) == 1
     console.print(
         f"{len(cells)} run{'s' if len(cells) > 1 else ''}, {len(cells) - len(todo)} finished, {len(todo)} to do"
+        + (f"; {_updates(cells[0])} updates each" if alike else "")
     )
-    for text in _changed_data([cell for cell, at in zip(cells, before) if at.finished]):
+    for text in [*_untouched_stages(todo), *_changed_data([cell for cell, at in zip(cells, before) if at.finished])]:
         console.print(f"[yellow]note:[/yellow] {escape(text)}", soft_wrap=True)
     if launcher == "local":  # nodes of a cluster may have what is not here
         for environment in dict.fromkeys(cell.environment for cell in todo if cell.eval is not None):
@@ -130,12 +137,25 @@ def run_cells(
     console.print(_table(cells, after, failed))
     for name, text in failed.items():
         console.print(f"[red]failed:[/red] {escape(name)}: {escape(text)}", soft_wrap=True)
+    if failed:
+        console.print("the same command tries them again")
     mixed = _mixed_data(cells)
     for text in mixed:
         console.print(f"[red]not comparable:[/red] {escape(text)}", soft_wrap=True)
     if not failed:
         console.print(f"`qhyer report {cells[0].out}` makes a page of them", soft_wrap=True)
     return 1 if failed or mixed else 0
+
+
+def _of_a_cluster_alone(launcher: Launcher, shared: bool, address: str | None, cpus: float, gpus: float) -> None:
+    """An option that would do nothing is a mistake: who gives it thinks of a cluster."""
+    if launcher == "ray":
+        return
+    if shared:
+        raise UserError("--shared is for --launcher ray; local runs are written where they belong anyway")
+    given = {"--address": address is not None, "--cpus": cpus != 1.0, "--gpus": gpus != 0.0}
+    if wrong := [name for name, there in given.items() if there]:
+        raise UserError(f"{wrong[0]} is for --launcher ray; local runs share what this machine has (--workers)")
 
 
 def _absent_data(cells: Sequence[Cell]) -> str:
@@ -184,7 +204,6 @@ def status(cell: Cell) -> Status:
     from qhyer import checkpoint, runs
     from qhyer.config import to_dict
     from qhyer.errors import CorruptFile
-    from qhyer.evaluate import episodes_of
     from qhyer.records import mean_return, normalised, read_rows
     from qhyer.train import as_today, is_finished
 
@@ -195,13 +214,15 @@ def status(cell: Cell) -> Status:
         rows = read_rows(cell.folder / "episodes.csv")
         # Without weights, which may have been cleared away, rows of the last update tell the score.
         last = steps[-1] if steps else max((row.step for row in rows), default=0)
-        if not steps and (cell.eval is None or last < cell.config.steps):
+        if not steps and (cell.eval is None or last < sum(cell.config.updates)):
             return Status("new")
         then, now = as_today(cell.agent, runs.read(cell.folder)["config"]), to_dict(cell.config)
         if changed := [name for name, value in now.items() if then.get(name) != value]:
             return Status(f"made with another {', '.join(changed)}")  # a default that has changed since
         if steps and not is_finished(cell.folder, cell.config):
-            return Status(f"unfinished, at update {steps[-1]}")
+            whole = checkpoint.resumable(checkpoint.latest(cell.folder / "checkpoints"))
+            lacking = "" if whole else f"; {checkpoint.TRAINING} is missing"
+            return Status(f"unfinished, at update {steps[-1]}{lacking}")
         if cell.eval is None:
             return Status("finished", True)
         rows = [row for row in rows if row.step == last]
@@ -210,8 +231,7 @@ def status(cell: Cell) -> Status:
         return Status(f"damaged: {error}")
     if not rows:
         return Status("trained, not evaluated")
-    tasks = _num_tasks(environment) if cell.eval.tasks is None else max(cell.eval.tasks)
-    if not episodes_of(cell.eval, environment, tasks) <= {row.which for row in rows}:
+    if not asked_for(cell, environment) <= {row.which for row in rows}:
         if not steps:
             return Status("rows of other episodes; weights not kept", kept=False)
         return Status("trained, not evaluated")
@@ -222,6 +242,15 @@ def status(cell: Cell) -> Status:
     mean = mean_return(rows)
     text = "finished" if steps else "finished; weights not kept"
     return Status(text, True, success, None if mean is None else normalised(environment, mean))
+
+
+def asked_for(cell: Cell, environment: str) -> set[tuple[int, int, int]]:
+    """The episodes of a cell's evaluation, as `EpisodeRow.which` has them."""
+    from qhyer.evaluate import episodes_of
+
+    assert cell.eval is not None
+    tasks = _num_tasks(environment) if cell.eval.tasks is None else max(cell.eval.tasks)
+    return episodes_of(cell.eval, environment, tasks)
 
 
 @functools.cache
@@ -236,21 +265,37 @@ def _num_tasks(environment: str) -> int:
 
 
 def _table(cells: Sequence[Cell], found: Sequence[Status], failed: dict[str, str] | None = None) -> Table:
-    """The runs in the manifest's order."""
+    """The runs in the manifest's order; before they are made, with the updates of each where these differ."""
     table = Table()
     table.add_column("run", overflow="fold")
+    updates = [_updates(cell) for cell in cells]
+    varied = failed is None and len(set(updates)) > 1
+    if varied:
+        table.add_column("updates", justify="right", no_wrap=True)
     table.add_column("status", overflow="fold")
     table.add_column("success %", justify="right", no_wrap=True)
     scored = any(at.score is not None for at in found)
     if scored:
         table.add_column("score", justify="right", no_wrap=True)
-    for cell, at in zip(cells, found):
+    for cell, count, at in zip(cells, updates, found):
         text = f"[red]failed[/red]; {escape(at.text)}" if cell.name in (failed or {}) else escape(at.text)
         numbers = ["" if at.success is None else f"{100 * at.success:.1f}"]
         if scored:
             numbers.append("" if at.score is None else f"{at.score:.1f}")
-        table.add_row(escape(cell.name), text, *numbers)
+        table.add_row(escape(cell.name), *[count] * varied, text, *numbers)
     return table
+
+
+def _updates(cell: Cell) -> str:
+    """Of each stage."""
+    return " + ".join(f"{count:,}" for count in cell.config.updates)
+
+
+def _untouched_stages(cells: Sequence[Cell]) -> list[str]:
+    from qhyer import presets
+
+    told = (presets.untouched_stages(cell.agent, cell.preset, cell.dataset_name, cell.config) for cell in cells)
+    return list(dict.fromkeys(filter(None, told)))
 
 
 def _changed_data(cells: Sequence[Cell]) -> list[str]:
@@ -340,8 +385,6 @@ def _run(
     """Runs the cells; returns what went wrong, by name."""
     from qhyer.data import registry
 
-    if shared and launcher != "ray":
-        raise UserError("--shared is for --launcher ray; local runs are written where they belong anyway")
     ship = launcher == "ray" and not shared
     share = int(cpus) if launcher == "ray" else cores() // (workers or 1)
     alone = launcher == "local" and (workers or 1) == 1
@@ -359,12 +402,9 @@ def _run(
     ]
     failed: dict[str, str] = {}
     names = [cell.name for cell in cells]
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True)
-
+    watch = Watch([_task(cell) for cell in cells], console, alone=alone)
     try:
-        with _sigterm_interrupts():
+        with _sigterm_interrupts(), watch:
             outcomes = launch(
                 run_cell,
                 jobs,
@@ -372,7 +412,8 @@ def _run(
                 workers=workers,
                 cpus=cpus,
                 names=names,
-                note=lambda text: say(escape(text)),
+                note=lambda text: watch.say(escape(text)),
+                hear=watch.hear,
                 **options,
             )
             with contextlib.closing(outcomes):
@@ -381,19 +422,29 @@ def _run(
                     result = outcome.value or CellResult(0.0, error=outcome.error, trace=outcome.trace)
                     if result.files:
                         unpack(result.files, cell.folder)
+                    watch.over(outcome.index, failed=bool(result.error))
                     what = f"{number} of {len(cells)}: {cell.name}"
                     if result.error:
                         failed[cell.name] = result.error
-                        say(f"{escape(what)}: [red]failed[/red]\n{escape(result.trace or result.error)}")
+                        watch.say(f"{escape(what)}: [red]failed[/red]\n{escape(result.trace or result.error)}")
                     else:
                         at = status(cell)
                         said = "trained" if at.success is None else f"success {100 * at.success:.1f} %"
                         said += "" if at.score is None else f", score {at.score:.1f}"
-                        say(f"{escape(what)}: {said}, {result.seconds:.0f} seconds")
+                        watch.say(f"{escape(what)}: {said}, {result.seconds:.0f} seconds")
     except KeyboardInterrupt:
-        say("Stopped. What was done is kept: the same command goes on from here.")
+        watch.say("Stopped. What was done is kept: the same command goes on from here.")
         raise
     return failed
+
+
+def _task(cell: Cell) -> Task:
+    """What there is to do."""
+    from qhyer import checkpoint
+
+    done = checkpoint.steps(cell.folder / "checkpoints")[-1:] or [0]
+    kind = cell.dataset, cell.agent, cell.preset, cell.variant
+    return Task(cell.name, kind, max(0, sum(cell.config.updates) - done[0]), cell.eval is not None)
 
 
 @contextlib.contextmanager
@@ -441,31 +492,33 @@ def _train_and_evaluate(job: CellJob, run: Path) -> None:
     episodes = _episodes(job)
     ours, sys.argv = sys.argv, list(job.command)  # run.json says what the user typed, not what a worker was started as
     try:
-        train(
-            cell.agent,
-            cell.dataset,
-            cell.config,
-            cell.train,
-            preset=cell.preset,
-            run=run,
-            resume=(run / "run.json").is_file(),
-            episodes=episodes,
-            environment=cell.environment,
-            quiet=job.quiet,
-        )
+        with listened(lambda done, total: tell((TRAINING, done, total))):
+            train(
+                cell.agent,
+                cell.dataset,
+                cell.config,
+                cell.train,
+                preset=cell.preset,
+                run=run,
+                resume=(run / "run.json").is_file(),
+                episodes=episodes,
+                environment=cell.environment,
+                quiet=job.quiet,
+            )
     except Stopped as stopped:
         raise Lost(str(stopped)) from None
     finally:
         sys.argv = ours
     if cell.eval is not None:
-        evaluate_run(
-            run,
-            cell.eval,
-            environment=cell.environment,
-            device=cell.eval_device,
-            workers=job.eval_workers,
-            quiet=job.quiet,
-        )
+        with listened(lambda done, total: tell((EVALUATING, done, total))):
+            evaluate_run(
+                run,
+                cell.eval,
+                environment=cell.environment,
+                device=cell.eval_device,
+                workers=job.eval_workers,
+                quiet=job.quiet,
+            )
 
 
 def _episodes(job: CellJob) -> Episodes:

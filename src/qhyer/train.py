@@ -291,6 +291,7 @@ def _train(
             "command": command,
             "hardware": runs.hardware(device, threads),
             "parameters": parameters,
+            "updates": sum(stage.steps for stage in agent.stages()),
         }
         paths.append(run)
         if not _is_done(run, info, config, resume, quiet):
@@ -332,6 +333,7 @@ def _is_done(run: Path, info: dict[str, Any], config: AgentConfig, resume: bool,
         if not quiet:
             print(f"{run} is finished ({kept[-1]} updates); nothing to do")
         return True
+    checkpoint.require_training(checkpoint.latest(run / "checkpoints"))
     if not resume:
         raise UserError(
             f"{run} holds an unfinished run at update {kept[-1]}: "

@@ -110,7 +110,7 @@ def test_every_optimizer_s_parameter_belongs_to_one_optimizer(name, options, tin
     assert trainable <= set(seen)
     again = agent.stages()  # a view: asking twice gives the same optimisers
     assert [list(map(id, s.optimizers)) for s in again] == [list(map(id, s.optimizers)) for s in agent.stages()]
-    assert sum(stage.steps for stage in again) > 0
+    assert tuple(stage.steps for stage in again) == agent.config.updates and sum(agent.config.updates) > 0
 
 
 def walk(agent, episodes, which: list[int], steps: int, drop: tuple[int, int] | None = None) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +63,8 @@ class GASConfig(AgentConfig):
     """tau of the low value"""
     alpha: float = 1.0
     """weight of staying near the data"""
+
+    stage_steps: ClassVar[tuple[str, ...]] = ("distance_steps", "steps")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -48,3 +48,15 @@ def resolve(agent: str, preset: str, dataset: str) -> tuple[AgentConfig, list[Ru
     for rule in rules:
         config = replace(config, rule.overrides)
     return config, rules
+
+
+def untouched_stages(agent: str, preset: str, dataset: str, config: AgentConfig) -> str:
+    """A sentence where `steps` was changed and the updates of an agent's other stages were not: who shortens a training
+    may think that all of it is shorter."""
+    usual, _ = resolve(agent, preset, dataset)
+    others = [name for name in config.stage_steps if name != "steps"]
+    kept = [name for name in others if getattr(config, name) == getattr(usual, name)]
+    if config.steps == usual.steps or not kept:
+        return ""
+    stages = " and ".join(f"{name} ({count:,})" for name, count in zip(config.stage_steps, config.updates))
+    return f"{agent} learns in {len(config.updates)} stages, {stages}: steps was set, {', '.join(kept)} was not"

@@ -211,7 +211,7 @@ def warnings(found: Sequence[Group], preset_of: PresetOf | None = None) -> list[
         for seed in sorted({seed for seed in seeds if seeds.count(seed) > 1}):
             notes.append(f"{name}: {seeds.count(seed)} different runs have seed {seed}; each counts as a seed")
         for run in group.scored:
-            total = (run.info.get("config") or {}).get("steps")
+            total = run.info.get("updates", (run.info.get("config") or {}).get("steps"))
             if isinstance(total, int) and run.steps[-1] < total:
                 notes.append(f"{name}: {run.name} was last evaluated at update {run.steps[-1]:,} of {total:,}")
         if "–" in group.step:
