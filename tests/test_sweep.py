@@ -221,10 +221,15 @@ def test_other_bad_input(tiny, capsys):
         ([tiny, "--shared"], "--shared is for --launcher ray"),
         ([tiny, "--workers", "0"], "workers must be at least 1"),
         ([tiny, "--address", "here:1"], "--address is for --launcher ray"),
+        ([tiny, "--gpus", "2"], "--cpus and --gpus are for --launcher ray"),
+        ([tiny.parent], "cannot be read: Is a directory; a manifest is a TOML file"),
     ):
         assert call("sweep", *arguments) == 2
         assert words in " ".join(capsys.readouterr().err.split())
     assert not Path("runs").exists()
+    Path("runs").touch()  # no folder can be made there
+    assert call("sweep", tiny) == 2
+    assert "runs cannot be written to runs: " in " ".join(capsys.readouterr().err.split())
 
 
 # ------------------------------------------------------------------------------------------------------- the runs

@@ -31,6 +31,7 @@ from rich.table import Table
 from qhyer import rollout
 from qhyer.errors import UserError
 from qhyer.launch import Launcher, Lost, cores, failure, launch
+from qhyer.storage import refusal
 
 if TYPE_CHECKING:
     from qhyer.data.episodes import Episodes
@@ -98,6 +99,8 @@ def run_cells(
 ) -> int:
     """Does what of these runs is not done, and says so; 0 if all went well. The options are those of `sweep`."""
     console = Console(highlight=False)
+    if not console.is_terminal:  # a file has no width: names stay whole
+        console.width = max(console.width, 160)
     cells = _matching(cells, only)
     before = [status(cell) for cell in cells]
     console.print(_table(cells, before))
@@ -375,6 +378,8 @@ def _run(
                 note=lambda text: say(escape(text)),
                 **options,
             )
+            if why := refusal(cells[0].out):  # one reason, and not one for each run
+                raise UserError(f"runs cannot be written to {cells[0].out}: {why}")
             with contextlib.closing(outcomes):
                 for number, outcome in enumerate(outcomes, 1):
                     cell = cells[outcome.index]
