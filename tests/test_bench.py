@@ -220,6 +220,15 @@ def test_wrong_options_are_refused() -> None:
         evaluation(workers=0)
     with pytest.raises(UserError, match="manipulation"):
         data(dataset="pointmaze-medium-navigate")
+    for rows in (-5, 0, 1):
+        with pytest.raises(UserError, match="at least 2 rows"):
+            data(rows=rows)
+    for seconds in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="--seconds"):
+            updates(seconds=seconds, device="cpu")
+    for options in ({"batch": ()}, {"seeds": (0,)}, {"episodes": 0}, {"top": -3}):
+        with pytest.raises(UserError, match=f"--{next(iter(options))}"):
+            updates(device="cpu", **options)  # type: ignore[arg-type]
 
 
 def test_data_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -460,13 +469,16 @@ def test_scan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ]  # fmt: skip
     for row in written["rows"]:
         extra = row["extra"]
+        assert extra["kernels"] == "none"  # on a CPU
         assert extra["difference"] < 1e-5 and set(extra["differences"]) == {"y", "du", "ddelta", "dA", "dB", "dC", "dD"}
         assert row["floor_ms"] == max(extra["exponentials_ms"], extra["bytes_ms"]) and extra["loop_ms"] > 0
         cells = 3 * 2 * extra["length"] * 3 * 4
         assert extra["exponentials_ms"] == pytest.approx(1e3 * cells / written["exp2_per_s"])
     assert "float64" in capsys.readouterr().out
-    with pytest.raises(UserError, match="sizes"):
+    with pytest.raises(UserError, match="--states must be at least 1, not 0"):
         scan(states=0, device="cpu")
+    with pytest.raises(UserError, match="--length must"):
+        scan(lengths=(5, -3), device="cpu")
 
 
 def test_a_difference_is_seen_and_belongs_to_its_tensor() -> None:
@@ -580,7 +592,9 @@ def test_scan_on_a_gpu(dtype, tmp_path: Path) -> None:
     out = tmp_path / "scan.json"
     assert scan(batch=4, channels=64, lengths=(30, 60), dtype=dtype, device="cuda", seconds=0.1, out=out) == 0
     written = json.loads(out.read_text())
-    names = ["scan", "scan_fused"] if written["kernels"] == "triton" else ["scan"]
+    served = {row["extra"]["kernels"] for row in written["rows"]}
+    assert served == {"none"} or served <= {"triton", "by hand"}
+    names = ["scan"] if served == {"none"} else ["scan", "scan_fused"]
     assert [row["name"] for row in written["rows"]] == 2 * names
     assert written["exp2_per_s"] > 1e10
     for row in written["rows"]:
@@ -594,6 +608,25 @@ def test_a_folder_to_write_to_is_refused_before_anything_is_measured(name, tmp_p
 
     with pytest.raises(UserError, match="is a folder"):
         cli._dispatch(["bench", name, "--out", str(tmp_path)])
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+    """Below a file no folder can be made, whoever asks."""
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file" / "x.json", tmp_path / "file" / "deeper" / "x.json"):
+        with pytest.raises(UserError, match=r"x\.json cannot be written: "):
+            common.check_out(out, "scan")
+    common.check_out(tmp_path / "new" / "x.json", "scan")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"seeds": 0}, {"batch": (8, -1)}, {"acting": ()}, {"workers": 0}, {"episodes": 0}, {"agent": "qhier"}]
+)
+def test_all_of_it_finds_bad_options_before_anything_is_measured(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(whole, "infer", lambda **_: pytest.fail("measured"))
+    with pytest.raises(UserError, match=str(next(iter(options)))):
+        whole.everything(out=tmp_path / "all.json", dataset="pointmaze-medium-navigate", device="cpu", **options)
 
 
 def test_out_of_another_benchmark_is_not_replaced(tmp_path):

@@ -131,6 +131,8 @@ def test_the_default_folder_of_own_data(mine, capsys):
         (["train", "gcbc", "mine.npz", "--goal", "7"], "within 0..1"),
         (["train", "gcbc", "mine.npz", "--steps", "0"], "steps must be at least 1"),
         (["train", "gcbc", "mine.npz", "--log-every", "0"], "log_every must be at least 1"),
+        (["train", "gcbc", "mine.npz", "--seed", "-1"], "a seed cannot be negative"),
+        (["train", "gcbc", "mine.npz", "--seeds", "0", "-1"], "a seed cannot be negative"),
         (["train", "gcbc", "mine.npz", "--device", "tpu"], "no device is called"),
         (["train", "gcbc", "mine.npz", "--eval-every", "5"], "needs an environment"),
         (["train", "gcbc", "mine.npz", "--out", "mine.npz"], "is a file"),

@@ -151,6 +151,7 @@ def test_threads_are_shared_unless_chosen(monkeypatch):
         (dict(address="here:1"), "--address is for"),
         (dict(retries=-1), "retries"),
         (dict(gpus=-1.0), "cannot be negative"),
+        (dict(gpus=0.5), "--cpus and --gpus are for --launcher ray"),
     ],
 )
 def test_bad_options(options, words):

@@ -241,11 +241,14 @@ def test_other_bad_input(tiny, capsys):
         ([tiny, "--address", "here:1"], "--address is for --launcher ray"),
         ([tiny, "--gpus", "1", "--dry-run"], "--gpus is for --launcher ray; local runs share what this machine has"),
         ([tiny, "--cpus", "2"], "--cpus is for --launcher ray"),
-        ([tiny.parent], "cannot be read as TOML: Is a directory"),
+        ([tiny.parent], "cannot be read: Is a directory; a manifest is a TOML file"),
     ):
         assert call("sweep", *arguments) == 2
         assert words in " ".join(capsys.readouterr().err.split())
     assert not Path("runs").exists()
+    Path("runs").touch()  # no folder can be made there
+    assert call("sweep", tiny) == 2
+    assert "runs cannot be written to runs: " in " ".join(capsys.readouterr().err.split())
 
 
 # ------------------------------------------------------------------------------------------------------- the runs

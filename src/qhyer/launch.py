@@ -117,6 +117,7 @@ def launch(
         return _on_ray(function, jobs, queue, workers, address, cpus, gpus)
     require(launcher == "local", f"no launcher is called {launcher!r}: use local or ray")
     require(address is None, "--address is for --launcher ray")
+    require((cpus, gpus) == (1.0, 0.0), "--cpus and --gpus are for --launcher ray")
     if (workers or 1) == 1:
         return _here(function, jobs, hear)
     return _in_processes(function, jobs, queue, workers or 1)

@@ -105,8 +105,10 @@ def load(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no manifest at {path}; docs/examples/sweep.toml is one to start from") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path} cannot be read as TOML: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; a manifest is a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as TOML: {error}") from None
 
 
 def cells(values: Mapping[str, Any], path: str) -> list[Cell]:

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,18 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, values: Any) -> None:
     write_text(path, json.dumps(values, indent=1) + "\n")
+
+
+def refusal(folder: Path) -> str:
+    """Why no file can be made in this folder, which itself is made if need be; nothing where one can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except (FileExistsError, NotADirectoryError) as error:
+        return f"{error.filename} is a file, or lies in one"
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _seal(values: dict[str, Any]) -> str:

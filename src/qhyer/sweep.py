@@ -32,6 +32,7 @@ from qhyer import rollout
 from qhyer.errors import UserError
 from qhyer.launch import Launcher, Lost, cores, failure, launch, tell
 from qhyer.progress import listened
+from qhyer.storage import refusal
 from qhyer.watch import EVALUATING, TRAINING, Task, Watch
 
 if TYPE_CHECKING:
@@ -416,6 +417,8 @@ def _run(
                 hear=watch.hear,
                 **options,
             )
+            if why := refusal(cells[0].out):  # one reason, and not one for each run
+                raise UserError(f"runs cannot be written to {cells[0].out}: {why}")
             with contextlib.closing(outcomes):
                 for number, outcome in enumerate(outcomes, 1):
                     cell = cells[outcome.index]

@@ -79,6 +79,7 @@ class TrainConfig:
     """also write TensorBoard events (needs the extra qhyer[tensorboard])"""
 
     def __post_init__(self) -> None:
+        require(self.seed >= 0, "a seed cannot be negative")
         require(self.log_every >= 1, "log_every must be at least 1")
         require(self.keep >= 1, "keep must be at least 1")
         require(self.save_every >= 0 and self.eval_every >= 0, "save_every and eval_every cannot be negative")

@@ -221,7 +221,7 @@ def test_finished_file_is_left_alone_and_other_settings_are_refused(tmp_path, mo
 
 
 def test_nonsense_is_refused(tmp_path):
-    for options in ({"episodes": 0}, {"workers": 0}, {"seed": -1}, {"rows": 1}):
+    for options in ({"episodes": 0}, {"workers": 0}, {"seed": -1}, {"rows": 1}, {"address": "here:1"}):
         with pytest.raises(UserError):
             make(tmp_path, **options)
     with pytest.raises(UserError, match="folder"):

@@ -39,7 +39,7 @@ def compare(
     device = runs.resolve_device(device)
     place = torch.device(device)
     require(threads >= 1, f"--threads must be at least 1, not {threads}")
-    require(min(stack, default=0) >= 1, "--stack takes numbers of seeds, 1 or more")
+    common.check_amounts(seconds, stack=stack)
     precision = precision or ("bf16" if place.type == "cuda" else "fp32")
     registered = registry.get(dataset)
     episodes = common.made_up_episodes(registered, 100, place)

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qhyer import runs
+from qhyer import presets, runs
 from qhyer.bench import common
 from qhyer.bench.eval import evaluation
 from qhyer.bench.infer import infer
 from qhyer.bench.scan import scan
 from qhyer.bench.train import updates
+from qhyer.data import registry
 from qhyer.errors import UserError
 
 
@@ -50,7 +51,9 @@ def everything(
     """
     common.check_out(out, "all")
     device = runs.resolve_device(device)
-    common.read_rows(out)  # a file that cannot take rows is found now
+    processes = (1 if workers is None else workers,)
+    common.check_amounts(seconds, batch=batch, seeds=(seeds,), acting=acting, episodes=(episodes,), workers=processes)
+    presets.resolve(agent, preset, registry.get(dataset).name)  # a name that is wrong would be so in every part
     what: dict[str, Any] = {"agent": agent, "dataset": dataset, "preset": preset, "device": device}
     # Updates last: counting their kernels attaches a profiler, which what follows would feel.
     parts: dict[str, Callable[[], int]] = {

@@ -32,8 +32,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from qhyer import envs, runs
 from qhyer.data import registry
 from qhyer.data.episodes import DataSpec, Episodes
-from qhyer.errors import UserError
-from qhyer.storage import write_json
+from qhyer.errors import UserError, require
+from qhyer.storage import refusal, write_json
 
 WARMUP = 3
 LEAST_ROUNDS = 5
@@ -358,12 +358,12 @@ def figures(value: float | None) -> str:
     return f"{value:.{max(0, min(digits, 3))}f}"
 
 
-def show(title: str, rows: Sequence[BenchRow], extra: dict[str, str] | None = None) -> None:
+def show(title: str, rows: Sequence[BenchRow], extra: dict[str, str] | None = None, time: str = "median ms") -> None:
     """A table: name, batch, time, floor, ratio and memory, and the named entries of `extra` with their headings."""
     extra = extra or {}
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     table.add_column("bench")
-    for heading in ("batch", "median ms", "floor ms", "x floor", *extra.values(), "peak GB"):
+    for heading in ("batch", time, "floor ms", "x floor", *extra.values(), "peak GB"):
         table.add_column(heading, justify="right")
     for row in rows:
         values = [row.extra.get(key) for key in extra]
@@ -374,6 +374,7 @@ def show(title: str, rows: Sequence[BenchRow], extra: dict[str, str] | None = No
             *(value if isinstance(value, str) else figures(value) for value in values),
             figures(row.gb),
         )
+    note(title)  # a table's own title is broken where the table ends
     wide_console().print(table)
 
 
@@ -403,10 +404,14 @@ def writing_into(path: Path) -> Iterator[None]:
 
 def check_out(out: Path | None, name: str) -> None:
     """An `--out` that cannot be written, or holds what another benchmark measured, is found before any work."""
-    if out is None or not out.exists():
+    if out is None:
         return
     if out.is_dir():
         raise UserError(f"--out {out} is a folder; name the JSON file to write")
+    if why := refusal(out.parent):
+        raise UserError(f"--out {out} cannot be written: {why}")
+    if not out.exists():
+        return
     try:
         held = json.loads(out.read_text())
     except ValueError:
@@ -418,6 +423,14 @@ def check_out(out: Path | None, name: str) -> None:
             f"{out} holds something else than `qhyer bench {name}` wrote; name another file, "
             "or let `qhyer bench all --out FILE` put everything into one"
         )
+
+
+def check_amounts(seconds: float, **amounts: Sequence[int]) -> None:
+    """How long, and how many of what (by the option's name): found before any work, too."""
+    require(math.isfinite(seconds) and seconds >= 0, f"--seconds must be a number of seconds, not {seconds}")
+    for name, values in amounts.items():
+        require(len(values) >= 1, f"--{name} needs at least one number")
+        require(min(values) >= 1, f"--{name} must be at least 1, not {min(values)}")
 
 
 def write(out: Path | None, name: str, facts: dict[str, Any], rows: Sequence[BenchRow]) -> None:

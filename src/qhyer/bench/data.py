@@ -43,6 +43,7 @@ def data(
         f"generating {registered.name}, time of a step, one process; floor: replay; {platform.machine()} CPU",
         [row],
         {"steps": "env steps", "generation_steps_per_s": "generated steps/s", "replay_steps_per_s": "replayed steps/s"},
+        time="mean ms",
     )
     write(out, "data", {"dataset": registered.name, **machine("cpu")}, [row])
     return 0

@@ -118,6 +118,7 @@ def evaluation(
         f"evaluating {agent} {preset} on {environment}, {count} workers; policy on {facts['hardware']}",
         [row],
         {"start_s": "start s", "total_s": "total s", "steps_per_s": "steps/s", "policy_ms": "policy ms"},
+        time="ms",
     )
     common.note(
         f"floor: the simulator alone, the same {steps:,} steps replayed by as many workers, {steps / floor_s:.0f} a "

@@ -20,7 +20,6 @@ from qhyer.agent import Agent, Memory
 from qhyer.bench import common
 from qhyer.bench.common import BenchRow, Ceilings
 from qhyer.data import registry
-from qhyer.errors import UserError
 from qhyer.policy import GraphedPolicy
 from qhyer.runs import resolve_device
 
@@ -148,9 +147,7 @@ def infer(
     """
     common.check_out(out, "infer")
     device = resolve_device(device)
-    for size in batch:
-        if size < 1:
-            raise UserError(f"--batch must be at least 1, not {size}")
+    common.check_amounts(seconds, batch=batch)
     registered = registry.get(dataset)
     config, _ = presets.resolve(agent, preset, registered.name)
     policy = runs.build_agent(agent, config, common.made_up_spec(registered), seed=0).to(device)

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from qhyer import runs
 from qhyer.bench import common
 from qhyer.bench.common import BenchRow
-from qhyer.errors import require
 from qhyer.nn.scan import kernels, selective_scan, selective_scan_ref
 
 PASSES = 3
@@ -110,6 +109,16 @@ def fused(
     return module.gated_scan(u, delta, bias, A, B, C, D, z, None, False)[0]
 
 
+def which(problem: Problem) -> str:
+    """The kernels that serve these inputs: none, Triton's, or those written by hand."""
+    module = kernels(problem.dy)
+    if module is None:
+        return "none"
+    u, delta, A, B, C, D, *more = (tensor.detach() for tensor in problem.inputs)
+    bias, z = more or (None, None)
+    return "by hand" if module.by_hand(u, delta, bias, A, B, C, D, z, None) else "triton"
+
+
 def around(scan: Scan) -> Scan:
     """What the fused kernel computes, around a scan: softplus of the steps before it, the gate after it."""
 
@@ -155,7 +164,7 @@ def measure_scan(
     batch, length, channels = problem.dy.shape
     cells = channels * length * problem.states  # of one sequence
     extra: dict[str, Any] = {"length": length, "channels": channels, "states": problem.states}
-    extra |= {"dtype": str(problem.dy.dtype).removeprefix("torch.")}
+    extra |= {"dtype": str(problem.dy.dtype).removeprefix("torch."), "kernels": which(problem)}
     sequences = max(1, min(batch, int(_room(device) // (8 * 8 * cells))))  # the loop keeps about eight of these
     for key, dtype in (("difference", None), ("difference_fp32", torch.float32)):
         found = difference(ours, rivals["loop"], problem.of(sequences, dtype))
@@ -212,7 +221,7 @@ def scan(
     batch = (256 if cuda else 8) if batch is None else batch
     channels = (512 if cuda else 64) if channels is None else channels
     lengths = lengths or (length,)
-    require(min(batch, channels, states, *lengths) >= 1, "sizes must be at least 1")
+    common.check_amounts(seconds, batch=(batch,), length=lengths, channels=(channels,), states=(states,))
     kind = torch.bfloat16 if (dtype or ("bf16" if cuda else "fp32")) == "bf16" else torch.float32
     rows: list[BenchRow] = []
     with common.using_threads(threads):
@@ -231,9 +240,9 @@ def scan(
             **common.machine(device),
             "exp2_per_s": rate,
             "copy_gb_per_s": copy / 1e9,
-            "kernels": "triton" if triton else "none",
         }
     columns = {
+        "kernels": "kernels",
         "length": "length",
         "us_per_step": "us/step",
         "plain_ms": "plain",

@@ -344,8 +344,8 @@ def updates(
     common.check_out(out, "train")
     device = runs.resolve_device(device)
     place = torch.device(device)
-    require(all(size >= 1 for size in (*batch, *seeds)), "--batch and --seeds must be at least 1")
-    require(episodes >= 1 and threads >= 0, "--episodes must be at least 1 and --threads not negative")
+    common.check_amounts(seconds, batch=batch, seeds=seeds, episodes=(episodes,), top=(top,))
+    require(threads >= 0, "--threads cannot be negative")
     precision = precision or ("bf16" if place.type == "cuda" else "fp32")
     if data is None:
         registered = registry.get(dataset)

@@ -24,6 +24,8 @@ def measure_rate(dataset: Dataset, episodes: int = 3, rows: int | None = None) -
         raise UserError("the rate is measured on manipulation datasets: a maze replays nothing but its noise")
     if episodes < 1:
         raise UserError(f"episodes must be at least 1, not {episodes}")
+    if rows is not None and rows < 2:
+        raise UserError(f"an episode has at least 2 rows, not {rows}")
     recipe = recipe_for(dataset, rows)
     collector: Any = collector_for(recipe)
     generating = replaying = 0.0

@@ -103,6 +103,8 @@ def generate(
         raise UserError(f"out is the folder to write to, not a file: {folder}")
     if ant is not None and dataset.family != "antmaze":
         raise UserError(f"an ant is for ant mazes, and {dataset.name} is not one's")
+    if address is not None and launcher != "ray":
+        raise UserError("--address is for --launcher ray")
     console = Console(stderr=True, quiet=not progress)
 
     job = Job(recipe_for(dataset, rows, ant), seed, folder)
