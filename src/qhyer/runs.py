@@ -62,7 +62,9 @@ def resolve_device(device: str) -> str:
     if check_device(device) == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("no CUDA device is usable here; use --device cpu, or ask `qhyer doctor`")
+        raise UserError(
+            'no CUDA device is usable here; use --device cpu (device = "cpu" in a manifest), or ask `qhyer doctor`'
+        )
     number = device.partition(":")[2]
     if number and int(number) >= torch.cuda.device_count():
         raise UserError(f"there is no {device} here: there are {torch.cuda.device_count()} GPUs, numbered from 0")

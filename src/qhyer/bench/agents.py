@@ -52,7 +52,8 @@ def compare(
                 common.note(f"{name}: seeds of this agent cannot be stacked")
                 continue
             make = partial(Training, agent, config, episodes, precision, compile=compile, stack=size)
-            row = measure_updates(make, 1, seconds, ceilings, place, rivals=size == 1)
+            with common.measuring(name if size == 1 else f"{name}, {size} seeds stacked"):
+                row = measure_updates(make, 1, seconds, ceilings, place, rivals=size == 1)
             parameters = sum(p.numel() for p in runs.build_agent(agent, config, episodes.spec(), 0).parameters())
             row.extra.update(agent=agent, parameters=parameters, million=parameters / 1e6)
             row.extra.update(stacked=size, seed_ms=row.ms / size)

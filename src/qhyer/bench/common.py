@@ -385,6 +385,17 @@ def wide_console() -> Console:
     return console
 
 
+@contextlib.contextmanager
+def measuring(what: str) -> Iterator[None]:
+    """Says so on a terminal meanwhile: what is slow is called as often as what is quick, and may take minutes."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"measuring {what}"):
+        yield
+
+
 def note(text: str) -> None:
     Console(highlight=False).print(text, markup=False, soft_wrap=True)
 

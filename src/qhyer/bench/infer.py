@@ -142,7 +142,7 @@ def infer(
         batch: numbers of episodes that act at once
         device: cpu, cuda, or auto
         threads: threads of torch
-        seconds: how long to measure each batch size
+        seconds: how long to measure each batch size; five steps of each are taken all the same
         out: a JSON file to write
     """
     common.check_out(out, "infer")
@@ -153,7 +153,10 @@ def infer(
     policy = runs.build_agent(agent, config, common.made_up_spec(registered), seed=0).to(device)
     with common.using_threads(threads):
         ceilings = Ceilings.measure(torch.device(device), seconds=min(1.0, seconds))
-        rows = [measure_acting(policy, size, seconds, ceilings) for size in batch]
+        rows = []
+        for size in batch:
+            with common.measuring(f"acting, {size} at once"):
+                rows.append(measure_acting(policy, size, seconds, ceilings))
         facts = {
             "agent": agent,
             "dataset": registered.name,

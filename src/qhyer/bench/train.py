@@ -367,7 +367,9 @@ def updates(
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         ceilings = Ceilings.measure(place, dtype, min(1.0, seconds))
         for size in batch:
-            rows += [measure_updates(maker(size), count, seconds, ceilings, place) for count in seeds]
+            for count in seeds:
+                with common.measuring(f"an update of {size}" + (f", {count} seeds" if count > 1 else "")):
+                    rows.append(measure_updates(maker(size), count, seconds, ceilings, place))
         if profile or (kernels and place.type == "cuda"):  # last: what watches kernels slows those that follow
             for size in batch:
                 common.release(place)
