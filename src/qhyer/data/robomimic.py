@@ -4,7 +4,7 @@
     mask/SPLIT          names of demonstrations
 
 A step's reward is that of the state it leads to. The state after the last step is in `next_obs` alone. (The layout is
-described in robomimic's docs/datasets/overview.md, rewards in scripts/dataset_states_to_obs.py; read at d309eae.)
+described in robomimic's documentation, "Datasets", rewards in its dataset_states_to_obs.py; read at d309eae.)
 """
 
 from __future__ import annotations
