@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from qhyer import cli, rollout, runs, show
+from qhyer import cli, models, rollout, runs, show
 from qhyer.agent import Agent, AgentConfig
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
@@ -290,6 +290,26 @@ def test_own_data_say_what_is_read_of_a_goal(tiny, capsys):
         options = ["--agent.goal-input", *extra] if extra else []
         assert call("train", "qhyer", *small, "--goal", "0", *options, "--out", "".join(["q", *extra])) == 0
         assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_is_read_of_a_goal_can_be_chosen(tiny, capsys):
+    """Told, chosen, or refused with a reason; sequence models and TRL read coordinates as they are."""
+    assert call(*tiny, "--goal", "0") == 0
+    assert "--agent.goal-input coordinates reads the goal's alone" in " ".join(capsys.readouterr().err.split())
+    chosen = ["--agent.goal-input", "coordinates", "--out", "part"]
+    assert call(*tiny, "--goal", "0", *chosen) == 0
+    assert "and gcbc reads those of a goal alone" in " ".join(capsys.readouterr().err.split())
+    seen = [models.policy(run)([0.5, 0.5], [0.1, other]).tolist() for run in ("part", "run") for other in (0, 9)]
+    assert seen[0] == seen[1] and seen[2] != seen[3]
+    small = [*tiny[2:5], "--agent.hidden", "8", "--agent.batch-size", "4", "--device", "cpu", "--goal", "0"]
+    assert call("train", "qrl", *small, *chosen) == 2
+    assert "goal_input can only be observation here: its distance" in " ".join(capsys.readouterr().err.split())
+    for agent, told in (("qrl", "as in the data (its distance is one"), ("trl", "and trl reads those of a goal alone")):
+        nets = ["--agent.value-hidden", "8", "--out", agent]
+        assert call("train", agent, *small, *nets) == 0
+        assert told in " ".join(capsys.readouterr().err.split())
+    assert call("train", "rvs", *small, "--out", "rvs") == 0
+    assert "and rvs reads those of a goal alone" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_gets_its_environment_once(tiny, capsys):

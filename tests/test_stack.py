@@ -33,6 +33,7 @@ OPTIONS = [(name, {}) for name in STACKABLE] + [
     ("hiql", {"low_actor_rep_grad": True, "actor_p_random": 0.3}),
     ("eik_hiqrl", {"coordinates": 2, "encoding": 3}),
     ("trl", {"goal_part": (1,), "actor_p_random": 0.3}),
+    ("hiql", {"goal_input": "coordinates"}),
 ]
 
 

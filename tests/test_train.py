@@ -565,7 +565,7 @@ def test_run_json_and_the_agent_in_it(tiny_config, point_world, tmp_path):
     with pytest.raises(UserError, match="no checkpoint of step 4"):
         runs.load_agent(run, step=4)
     assert runs.load_agent(run, step=3)[1] == 3
-    with pytest.raises(UserError, match="is a folder of runs: give one of them, such as .*run"):
+    with pytest.raises(UserError, match=r"is a folder of runs: give one of them, such as .*run"):
         runs.read(tmp_path)
     with pytest.raises(UserError, match="is not a run"):
         runs.read(run / "checkpoints")

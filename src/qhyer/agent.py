@@ -5,10 +5,11 @@ The trainer, the evaluator and the checkpoint know nothing else about an algorit
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -72,10 +73,18 @@ class AgentConfig:
         """of each stage"""
         return tuple(getattr(self, name) for name in self.stage_steps)
 
+    whole_goals: ClassVar[str] = ""
+    """why there is none, where its mathematics is the reason"""
+
     @property
     def reads_whole_goals(self) -> bool:
         """Whether a goal's other coordinates count when acting."""
         return True
+
+    @property
+    def hides_coordinates(self) -> bool:
+        """Whether `Agent` is to hide them from it, when it learns and when it acts."""
+        return False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -85,6 +94,30 @@ class AgentConfig:
         for current, anywhere in (("p_current", "p_random"), ("value_p_current", "value_p_random")):
             both = getattr(self, current, 0.0) + getattr(self, anywhere, 0.0)
             require(both <= 1.0, f"{current} and {anywhere} exceed one")
+
+
+@dataclass(frozen=True)
+class GoalConfig(AgentConfig):
+    """Of agents that read a goal as a state like any other, unless they are told what of it counts."""
+
+    goal_input: Literal["observation", "coordinates"] = "observation"
+    """what is read of a goal or subgoal: the whole observation, or the coordinates that make it a goal alone; the
+    others then hold the data's mean, in training and when acting"""
+
+    coordinates_option = "--agent.goal-input coordinates"
+
+    @property
+    def reads_whole_goals(self) -> bool:
+        return self.goal_input == "observation"
+
+    @property
+    def hides_coordinates(self) -> bool:
+        return self.goal_input == "coordinates"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        allowed = self.goal_input == "observation" or not self.whole_goals
+        require(allowed, f"goal_input can only be observation here: {self.whole_goals}")
 
 
 class Sampler(Protocol):
@@ -141,7 +174,12 @@ class Stage:
 
 
 class Agent(nn.Module, ABC):
-    """One algorithm. The file name is the agent's name; `Config` holds its hyperparameters."""
+    """One algorithm. The file name is the agent's name; `Config` holds its hyperparameters.
+
+    With `goal_input` "coordinates" (`GoalConfig`), what a subclass defines as `act` is given goals whose other
+    coordinates are hidden (`as_goal`), and the losses of its `stages` batches in which they are. It need do nothing
+    about it, unless it reads an entry of a batch both as a state and as a goal.
+    """
 
     Config: ClassVar[type[AgentConfig]]
     training_only: ClassVar[tuple[str, ...]] = ()
@@ -149,6 +187,12 @@ class Agent(nn.Module, ABC):
     stackable: bool = False
     """whether several seeds can be trained as one (stack.py): one stage without schedule or clipping, a loss that draws
     nothing and keeps nothing, no buffers but those here, a sampler that takes `goals.Several`"""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, hiding in (("act", _acting), ("stages", _learning)):
+            if name in vars(cls):
+                setattr(cls, name, hiding(vars(cls)[name]))
 
     def __init__(self, config: AgentConfig, spec: DataSpec) -> None:
         super().__init__()
@@ -158,10 +202,14 @@ class Agent(nn.Module, ABC):
         self.register_buffer("observation_mean", torch.tensor(spec.observation_mean, dtype=torch.float32))
         self.register_buffer("observation_std", torch.tensor(spec.observation_std, dtype=torch.float32))
         self.register_buffer("goal_indices", torch.tensor(spec.goal_indices, dtype=torch.long), persistent=False)
+        named = torch.zeros(spec.observation_dim, dtype=torch.bool)
+        named[list(spec.goal_indices)] = True
+        self.register_buffer("goal_named", named, persistent=False)  # the same as a mask (d_s,)
 
     observation_mean: Tensor
     observation_std: Tensor
     goal_indices: Tensor
+    goal_named: Tensor
 
     def narrow(self, goal_part: tuple[int, ...]) -> tuple[int, ...]:
         """Goals are made of these of the dataset's goal coordinates, by position; of all when empty. -> those"""
@@ -173,6 +221,13 @@ class Agent(nn.Module, ABC):
 
     def normalize(self, observations: Tensor) -> Tensor:
         return (observations - self.observation_mean) / self.observation_std
+
+    def as_goal(self, states: Tensor) -> Tensor:
+        """Raw states (..., d_s) as goals: as they are or, with goal_input "coordinates", what does not make them goals
+        replaced by the data's mean. Twice is once."""
+        if not self.config.hides_coordinates:
+            return states
+        return torch.where(self.goal_named, states, self.observation_mean)
 
     @abstractmethod
     def stages(self) -> tuple[Stage, ...]:
@@ -188,3 +243,33 @@ class Agent(nn.Module, ABC):
     def acting_state(self) -> dict[str, Tensor]:
         """The part of the state that `act` reads: what an exported model holds."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith(self.training_only)}
+
+
+def _acting(act: Callable[..., tuple[Tensor, Memory | None]]) -> Callable[..., tuple[Tensor, Memory | None]]:
+    """`act`, given goals as they are to be read."""
+
+    @functools.wraps(act)
+    def acting(self: Agent, observation: Tensor, goal: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
+        return act(self, observation, self.as_goal(goal), memory)
+
+    return acting
+
+
+def _learning(stages: Callable[..., tuple[Stage, ...]]) -> Callable[..., tuple[Stage, ...]]:
+    """`stages`, whose losses are given batches with goals as they are to be read: entries whose names end in so."""
+
+    def hiding(agent: Agent, stage: Stage) -> Stage:
+        assert stage.ahead is None and stage.finish is None  # they would be given batches and episodes as they are
+
+        def loss(batch: Batch) -> tuple[Tensor, Metrics]:
+            read = {name: agent.as_goal(value) for name, value in batch.items() if name.endswith("goals")}
+            return stage.loss(batch | read)
+
+        return replace(stage, loss=loss)
+
+    @functools.wraps(stages)
+    def learning(self: Agent) -> tuple[Stage, ...]:
+        made = stages(self)
+        return tuple(hiding(self, stage) for stage in made) if self.config.hides_coordinates else made
+
+    return learning

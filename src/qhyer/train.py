@@ -107,6 +107,8 @@ def _goals_read(agent: str, config: AgentConfig, episodes: Episodes) -> str:
     if not config.reads_whole_goals:
         return f"the goal is columns {goal}, and {agent} reads those of a goal alone"
     instead = f": {config.coordinates_option} reads the goal's alone" if config.coordinates_option else ""
+    if config.whole_goals:
+        instead = f" ({config.whole_goals})"
     acting = "when acting, goals must be whole states as in the data"
     return f"the goal is columns {goal}, but {agent} reads a goal's other columns, too; {acting}{instead}"
 

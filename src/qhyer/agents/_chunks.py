@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, Batch, GoalConfig, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw
 from qhyer.data.segments import ChunkSamplerConfig
@@ -31,7 +31,7 @@ TABLE = 4096  # rows of noise for acting: more than an episode has chunks, so th
 
 
 @dataclass(frozen=True)
-class ChunkConfig(AgentConfig):
+class ChunkConfig(GoalConfig):
     """QC-FQL's settings, from which the others depart."""
 
     batch_size: int = 256

@@ -71,6 +71,10 @@ class SequenceConfig(AgentConfig):
     grad_clip: float = 0.25
     """greatest norm of the gradient"""
 
+    @property
+    def reads_whole_goals(self) -> bool:
+        return False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.horizon >= 0, "horizon cannot be negative")

@@ -66,6 +66,10 @@ class CQLConfig(AgentConfig):
     p_random: float = 0.3
     """chance that it is any row; otherwise it lies ahead, geometrically"""
 
+    @property
+    def reads_whole_goals(self) -> bool:
+        return False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.samples >= 1 and self.weight > 0.0, "samples and weight must be positive")

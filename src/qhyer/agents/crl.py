@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, Batch, GoalConfig, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
 from qhyer.errors import require
@@ -31,7 +31,7 @@ from qhyer.streams import all_at_once
 
 
 @dataclass(frozen=True)
-class CRLConfig(AgentConfig):
+class CRLConfig(GoalConfig):
     hidden: tuple[int, ...] = (512, 512, 512)
     """widths of the actor's hidden layers"""
     value_hidden: tuple[int, ...] = (512, 512, 512)

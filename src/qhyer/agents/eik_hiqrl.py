@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, Batch, GoalConfig, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, HierarchicalSamplerConfig
 from qhyer.errors import require
@@ -39,7 +39,7 @@ INTERVALS = 8
 
 
 @dataclass(frozen=True)
-class EikHiQRLConfig(AgentConfig):
+class EikHiQRLConfig(GoalConfig):
     hidden: tuple[int, ...] = (512, 512, 512)
     """widths of both actors' hidden layers"""
     value_hidden: tuple[int, ...] = (512, 512, 512)
@@ -72,6 +72,12 @@ class EikHiQRLConfig(AgentConfig):
     """chance that it is any row of the dataset; otherwise it lies ahead in the episode"""
     actor_p_random: float = 0.0
     """chance that a high actor's goal is any row; otherwise it lies ahead in the episode"""
+
+    whole_goals = (
+        "its distance is one between states, and grows wherever it may; that a state is at none from itself holds it "
+        "back, and nothing would tie a goal known in part to the states that reach it (--agent.coordinates has "
+        "distance and high actor see the first columns alone, of states and goals alike)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, Batch, GoalConfig, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec, Episodes
 from qhyer.data.samplers import GoalLaw, Rewards, RewardSamplerConfig
 from qhyer.data.segments import DirectionSamplerConfig, first_beyond
@@ -38,7 +38,7 @@ BLOCK = 16384  # states whose places are computed at a time
 
 
 @dataclass(frozen=True)
-class GASConfig(AgentConfig):
+class GASConfig(GoalConfig):
     distance_steps: int = 1_000_000
     """gradient updates of the representation; `steps` are those of the policy, which come after them"""
     hidden: tuple[int, ...] = (512, 512, 512)
@@ -65,6 +65,10 @@ class GASConfig(AgentConfig):
     """weight of staying near the data"""
 
     stage_steps: ClassVar[tuple[str, ...]] = ("distance_steps", "steps")
+    whole_goals = (
+        "its map is one of states, and the distance between two of them is that of their places: what is known in part "
+        "has no place there"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

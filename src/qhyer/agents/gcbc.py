@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, Batch, GoalConfig, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import TransitionSamplerConfig
 from qhyer.losses import gaussian_nll
@@ -22,7 +22,7 @@ from qhyer.nn.mlp import MLP
 
 
 @dataclass(frozen=True)
-class GCBCConfig(AgentConfig):
+class GCBCConfig(GoalConfig):
     hidden: tuple[int, ...] = (512, 512, 512)
     """widths of the actor's hidden layers"""
     discount: float | None = None

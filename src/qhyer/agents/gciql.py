@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, Batch, GoalConfig, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
 from qhyer.losses import awr_weight, ddpg_bc, expectile, gaussian_nll, mse
@@ -27,7 +27,7 @@ from qhyer.streams import all_at_once
 
 
 @dataclass(frozen=True)
-class GCIQLConfig(AgentConfig):
+class GCIQLConfig(GoalConfig):
     hidden: tuple[int, ...] = (512, 512, 512)
     """widths of the actor's hidden layers"""
     value_hidden: tuple[int, ...] = (512, 512, 512)

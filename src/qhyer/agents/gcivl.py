@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, Batch, GoalConfig, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
 from qhyer.losses import awr
@@ -25,7 +25,7 @@ from qhyer.streams import all_at_once
 
 
 @dataclass(frozen=True)
-class GCIVLConfig(AgentConfig):
+class GCIVLConfig(GoalConfig):
     hidden: tuple[int, ...] = (512, 512, 512)
     """widths of the actor's hidden layers"""
     value_hidden: tuple[int, ...] = (512, 512, 512)

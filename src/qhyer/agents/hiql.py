@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, Batch, GoalConfig, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, HierarchicalSamplerConfig
 from qhyer.losses import awr
@@ -30,7 +30,7 @@ from qhyer.streams import all_at_once
 
 
 @dataclass(frozen=True)
-class HIQLConfig(AgentConfig):
+class HIQLConfig(GoalConfig):
     hidden: tuple[int, ...] = (512, 512, 512)
     """widths of both actors' hidden layers"""
     value_hidden: tuple[int, ...] = (512, 512, 512)
@@ -101,7 +101,8 @@ class HIQL(Agent):
         """
         s, s_next, g = batch["observations"], batch["next_observations"], batch["value_goals"]
         low, high, far = batch["low_actor_goals"], batch["high_actor_targets"], batch["high_actor_goals"]
-        states, goals = torch.cat([s_next, s, s_next, s, high, s]), torch.cat([g, high, low, low, far, far])
+        states = torch.cat([s_next, s, s_next, s, high, s])
+        goals = torch.cat([g, self.as_goal(high), low, low, far, far])
         z = self.phi(states, goals)  # (6 B, d_z)
         z_next, z_high, _, z_low, _, _ = z.chunk(6)
         first = 2 * len(s)  # of the pairs that are compared

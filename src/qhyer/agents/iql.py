@@ -55,6 +55,10 @@ class IQLConfig(AgentConfig):
     p_random: float = 0.3
     """chance that it is any row; otherwise it lies ahead, geometrically"""
 
+    @property
+    def reads_whole_goals(self) -> bool:
+        return False
+
 
 class IQL(Agent):
     Config = IQLConfig

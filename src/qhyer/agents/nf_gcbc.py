@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, Batch, GoalConfig, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import TransitionSamplerConfig
 from qhyer.errors import require
@@ -32,7 +32,7 @@ TABLE = 4096  # rows of noise for acting: longer than an episode, so that none r
 
 
 @dataclass(frozen=True)
-class NFGCBCConfig(AgentConfig):
+class NFGCBCConfig(GoalConfig):
     batch_size: int = 256
     """transitions per update"""
     discount: float = 0.97

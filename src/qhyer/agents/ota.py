@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, Batch, GoalConfig, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, HierarchicalSamplerConfig
 from qhyer.errors import require
@@ -30,7 +30,7 @@ from qhyer.streams import all_at_once
 
 
 @dataclass(frozen=True)
-class OTAConfig(AgentConfig):
+class OTAConfig(GoalConfig):
     hidden: tuple[int, ...] = (512, 512, 512)
     """widths of both actors' hidden layers"""
     value_hidden: tuple[int, ...] = (512, 512, 512)
@@ -107,7 +107,8 @@ class OTA(Agent):
         s, s_next, g = batch["observations"], batch["next_observations"], batch["value_goals"]
         low, high, far = batch["low_actor_goals"], batch["high_actor_targets"], batch["high_actor_goals"]
         states = torch.cat([s_next, batch["option_ends"], s, s_next, s, high, s])
-        z = self.phi(states, torch.cat([g, batch["option_goals"], high, low, low, far, far]))  # (7 B, d_z)
+        goals = torch.cat([g, batch["option_goals"], self.as_goal(high), low, low, far, far])
+        z = self.phi(states, goals)  # (7 B, d_z)
         z_next, z_option, z_high, _, z_low, _, _ = z.chunk(7)
         first, second = 3 * len(s), 5 * len(s)  # of the pairs that are compared, by steps and by options
         low_after, low_before = self.value(states[first:second], z[first:second]).mean(0).chunk(2)

@@ -152,7 +152,7 @@ class QHyerConfig(AgentConfig):
 
     @property
     def reads_whole_goals(self) -> bool:
-        return self.goal_input == "observation"
+        return self.goal_input == "observation" and self.tokenization != "no_goal"
 
     @staticmethod
     def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, Batch, GoalConfig, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, ValueActorSamplerConfig
 from qhyer.errors import require
@@ -33,7 +33,7 @@ INTERVALS = 8
 
 
 @dataclass(frozen=True)
-class QRLConfig(AgentConfig):
+class QRLConfig(GoalConfig):
     hidden: tuple[int, ...] = (512, 512, 512)
     """widths of the actor's hidden layers"""
     value_hidden: tuple[int, ...] = (512, 512, 512)
@@ -50,6 +50,11 @@ class QRLConfig(AgentConfig):
     """weight of staying near the data (ddpgbc), or of the advantage (awr)"""
     actor_p_random: float = 0.0
     """chance that an actor's goal is any row of the dataset; otherwise it lies ahead in the episode"""
+
+    whole_goals = (
+        "its distance is one between states, and grows wherever it may; that a state is at none from itself holds it "
+        "back, and nothing would tie a goal known in part to the states that reach it"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

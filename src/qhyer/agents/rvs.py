@@ -44,6 +44,10 @@ class RvSConfig(AgentConfig):
     p_random: float = 0.0
     """chance that a goal is any row; otherwise it lies ahead, uniformly"""
 
+    @property
+    def reads_whole_goals(self) -> bool:
+        return False
+
 
 class RvS(Agent):
     Config = RvSConfig

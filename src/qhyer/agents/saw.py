@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, Batch, GoalConfig, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw, HierarchicalSamplerConfig
 from qhyer.errors import require
@@ -31,7 +31,7 @@ from qhyer.streams import all_at_once
 
 
 @dataclass(frozen=True)
-class SAWConfig(AgentConfig):
+class SAWConfig(GoalConfig):
     hidden: tuple[int, ...] = (512, 512, 512)
     """widths of both policies' hidden layers"""
     value_hidden: tuple[int, ...] = (512, 512, 512)
@@ -135,7 +135,7 @@ class SAW(Agent):
         """-E[exp(alpha A) log pi(a | s, g)] + E[exp(beta B) |mu(s, g) - mu_sub(s, w)|^2], A = V(s', g) - V(s, g), B =
         V(w, g) - V(s, g): the divergence of two Gaussians of one width is the distance of their means, but for a
         factor, which the code leaves out."""
-        s, w = batch["observations"], batch["high_actor_targets"]
+        s, w = batch["observations"], self.as_goal(batch["high_actor_targets"])
         mean = self.mean(s, batch["high_actor_goals"])
         imitation, metrics = awr("actor", mean, batch["actions"], seen.far, self.config.alpha)
         with torch.no_grad():

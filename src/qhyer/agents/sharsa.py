@@ -70,6 +70,10 @@ class SHARSAConfig(AgentConfig):
     double: bool = False
     """Double SHARSA: actions, too, are chosen, by a value of single steps"""
 
+    @property
+    def reads_whole_goals(self) -> bool:
+        return False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.candidates <= TABLE, f"candidates can be at most {TABLE}")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qhyer.agent import Agent, AgentConfig, Batch, Memory, Metrics, Stage
+from qhyer.agent import Agent, Batch, GoalConfig, Memory, Metrics, Stage
 from qhyer.data.episodes import DataSpec
 from qhyer.data.samplers import GoalLaw
 from qhyer.data.segments import MidpointSamplerConfig
@@ -39,7 +39,7 @@ TABLE = 2**15  # rows of noise for acting: 1024 steps of 32 candidates before it
 
 
 @dataclass(frozen=True)
-class TRLConfig(AgentConfig):
+class TRLConfig(GoalConfig):
     hidden: tuple[int, ...] = (512, 512, 512)
     """widths of the actor's hidden layers, with LayerNorm"""
     value_hidden: tuple[int, ...] = (512, 512, 512)
@@ -65,6 +65,15 @@ class TRLConfig(AgentConfig):
     """actions to choose from at each step (frs)"""
     flow_steps: int = 10
     """steps of Euler's from noise to an action (frs)"""
+
+    whole_goals = (
+        "a way ends where the next one begins, in a whole state; that holds while it learns, and its policy "
+        "reads the coordinates alone as it is"
+    )
+
+    @property
+    def reads_whole_goals(self) -> bool:
+        return False
 
     def __post_init__(self) -> None:
         super().__post_init__()
