@@ -65,6 +65,8 @@ class AgentConfig:
 
     coordinates_option: ClassVar[str] = ""
     """the option, if there is one, with which an agent reads a goal's coordinates alone"""
+    whole_goals: ClassVar[str] = ""
+    """why there is none, where its mathematics is the reason"""
     stage_steps: ClassVar[tuple[str, ...]] = ("steps",)
     """the options with the updates of each stage, in the order of `stages`"""
 
@@ -72,9 +74,6 @@ class AgentConfig:
     def updates(self) -> tuple[int, ...]:
         """of each stage"""
         return tuple(getattr(self, name) for name in self.stage_steps)
-
-    whole_goals: ClassVar[str] = ""
-    """why there is none, where its mathematics is the reason"""
 
     @property
     def reads_whole_goals(self) -> bool:
