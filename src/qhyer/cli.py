@@ -36,7 +36,7 @@ COMMANDS = {
     "ablate": "NAME: one ablation of QHyer, its variants at equal updates; without NAME, what there is",
     "report": "RUN...: one page with tables and figures",
     "analyze": "NAME [RUN...]: answer one question, about runs or on its own",
-    "bench": "all | train | agents | backbones | scan | infer | eval | data: how fast it is here",
+    "bench": "all | train | agents | backbones | scan | infer | eval | data | traffic: how fast it is here",
     "list": "agents | datasets | presets | ablations | analyses | models: what there is",
     "doctor": "what works on this machine, and what to do about what does not",
 }

@@ -140,9 +140,10 @@ def traffic(
         found = {"window_bytes": moved, "kernels": {name: each[name] for name in kernels}} if group != "all" else {}
         rows += [BenchRow(group, size, time, extra=found) for size, time in zip(batch, times)]
     common.wide_console().print(table)
+    whose = "measured here; --copy-rate names another machine's" if copy_rate is None else "as asked"
     common.note(
-        f"each argument of a launch once, at {rate / 1e9:.4g} GB/s; without parameters, partial sums and what matrix "
-        "products move"
+        f"each argument of a launch once, at {rate / 1e9:.4g} GB/s ({whose}); without parameters, partial sums and "
+        "what matrix products move"
     )
     facts = {"agent": agent, "preset": preset, "dataset": registered.name, "counted_at": WINDOWS}
     common.write(out, "traffic", facts | {"copy_gb_per_s": rate / 1e9} | common.machine("cpu"), rows)
