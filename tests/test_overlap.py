@@ -27,6 +27,7 @@ def captured(timeline: Timeline, config, episodes, monkeypatch) -> Line:
 
     def capture(work):
         timeline.partners.clear()
+        streams.reserve(GPU)
         timeline.on = True
         with timeline:
             work()
@@ -105,6 +106,17 @@ def test_what_is_given_back_is_taken_again(monkeypatch):
         del lanes
         gc.collect()
     assert len(timeline.others) == 9 and not streams._in_use and not streams._partners
+
+
+@pytest.mark.parametrize("taken", [0, 29, 30, 40])
+def test_none_is_made_once_some_are_reserved(taken, monkeypatch):
+    timeline = Timeline(monkeypatch)
+    lanes = [streams.Own(GPU) for _ in range(taken)]
+    streams.reserve(GPU)
+    timeline.on = True
+    more = [streams.Own(GPU) for _ in range(4)]
+    assert len({lane.stream for lane in lanes + more}) == taken + 4
+    assert len(timeline.others) == max(0, taken + 4 - streams.POOLED)
 
 
 def test_without_a_driver_torchs_are_shared(monkeypatch):

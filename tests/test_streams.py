@@ -196,3 +196,30 @@ def test_what_was_begun_is_there_when_it_is_asked_for():
         busy = [torch.randn(512, 512, device=device) @ torch.randn(512, 512, device=device) for _ in range(5)]
         total, more = started()
         assert total[-1] == 2**22 and (more == 2.0).all() and len(busy) == 5
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_streams_beyond_torchs():
+    """They do what torch's do: gradients, memory that is lent, graphs."""
+    device = torch.device("cuda", 0)
+    lanes = [streams.Own(device) for _ in range(streams.POOLED + 2)]
+    stream = lanes[-1].stream
+    assert stream.cuda_stream in streams._made and len({lane.stream.cuda_stream for lane in lanes}) == len(lanes)
+    x = torch.randn(256, 256, device=device, requires_grad=True)
+
+    def work() -> torch.Tensor:
+        one, two = fork("half", lambda: x.detach() @ x.detach(), lambda: x.detach().square(), device)
+        (gradient,) = torch.autograd.grad((x @ x).sum(), x)
+        return one + two + gradient
+
+    expected = work()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.testing.assert_close(work(), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = work()
+        graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(found, expected)

@@ -95,6 +95,7 @@ class Timeline(TorchDispatchMode):
         return self.pools[priority][(self.drawn[priority] - 1) % streams.POOLED]
 
     def _another(self, device: torch.device, priority: int) -> int:
+        assert not self.on, "a stream was made while a graph was recorded"
         number = 1000 + len(self.others)
         self.others[number] = Line(number)
         return number

@@ -56,6 +56,15 @@ def take(device: torch.device, priority: int) -> torch.cuda.Stream:
     return stream
 
 
+def reserve(device: torch.device, count: int = 4) -> None:
+    """Before a graph is recorded: so many streams can be taken of each priority with none being made meanwhile."""
+    for priority in (SOON, LATER):
+        pooled = [torch.cuda.Stream(device, priority=priority) for _ in range(POOLED)]
+        spare = _spare.setdefault((pooled[0].device, priority), [])
+        missing = count - len(spare) - sum(stream.cuda_stream not in _in_use for stream in pooled)
+        spare += [_new(pooled[0].device, priority) for _ in range(missing)]
+
+
 def _new(device: torch.device, priority: int) -> torch.cuda.Stream:
     """One more than torch has; where the driver cannot be asked, one of these for the second time."""
     place = driver.new_stream(device, priority)

@@ -18,7 +18,7 @@ from qhyer import distributed
 from qhyer.agent import Agent, Ahead, Batch, Metrics, Sampler, Stage
 from qhyer.lane import abandon, default_cuda_generator, keep
 from qhyer.nn.adamw_cuda import Step
-from qhyer.streams import asides, fork, forked
+from qhyer.streams import asides, fork, forked, reserve
 
 Result = TypeVar("Result")
 COMPILED = 256  # configurations of an agent in one process, each with its own version of the compiled loss
@@ -416,6 +416,7 @@ class CudaCapture:
         self.device, self.samplers = device, samplers
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        reserve(self.device)
         graph = torch.cuda.CUDAGraph()
         for sampler in self.samplers:
             graph.register_generator_state(sampler)  # torch's own generator is there already
