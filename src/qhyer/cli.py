@@ -293,9 +293,10 @@ def _eval(args: list[str]) -> int | None:
     if options.out is not None:
         raise UserError("--out goes with --model; the rows of a run stay with the run")
     chosen, failed = below(*options.runs), []
+    told: set[str] = set()
     for run in chosen:
         try:
-            rate = evaluate_run(run, options.eval, step=options.step, **common)
+            rate = evaluate_run(run, options.eval, step=options.step, told=told, **common)
         except UserError as error:
             if len(chosen) == 1:
                 raise
