@@ -256,8 +256,9 @@ def _train(
     if not quiet:
         for note in filter(None, notes):
             print(f"note: {note}", file=sys.stderr)
-    name = Path(sys.argv[0]).name
-    command = shlex.join(["qhyer" if name == "__main__.py" else name, *sys.argv[1:]])
+    typed = Path(sys.argv[0])
+    name = "qhyer" if typed.parts[-2:] == ("qhyer", "__main__.py") else typed.name  # another name: run from Python
+    command = shlex.join([name, *sys.argv[1:]])
     paths: list[Path] = []
     loops: list[_Loop] = []
     infos: list[dict[str, Any]] = []
