@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from qhyer.agent import Agent, AgentConfig
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
 from qhyer.evaluate import EvalConfig, evaluate
-from qhyer.records import read_rows
+from qhyer.records import read_rows, write_rows
 
 WORLD = """
 import gymnasium
@@ -402,6 +403,24 @@ def test_what_is_read_of_a_goal_can_be_chosen(tiny, capsys):
         assert told in " ".join(capsys.readouterr().err.split())
     assert call("train", "rvs", *small, "--out", "rvs") == 0
     assert "and rvs reads those of a goal alone" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_evaluation_says_how_each_task_went(tiny, capsys):
+    """In a line of its own, below the mean's, which is as it was; of one task there is nothing more to say."""
+    assert call(*tiny, "--env", "own_world:Reach-v0") == 0 and call("export", "run", "--out", "model") == 0
+
+    def printed(*arguments: str) -> list[str]:
+        capsys.readouterr()
+        assert call("eval", *arguments, "--workers", "0", "--overwrite") == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line for line in lines if not line.startswith("evaluating")]
+
+    assert printed("run", "--episodes", "2") == ["run: success 0.0 %", "  tasks 1: 0.0 %, 2: 0.0 %"]
+    rows = read_rows(Path("run/episodes.csv"))
+    write_rows(Path("run/episodes.csv"), [replace(row, success=int(row.task + row.episode == 2)) for row in rows])
+    assert runs.task_text(Path("run")) == "tasks 1: 50.0 %, 2: 50.0 %" and runs.task_text(Path("run"), 1) == ""
+    assert printed("run", "--tasks", "2") == ["run: success 0.0 %"]
+    assert printed("--model", "model", "--out", "rows")[1:] == ["  tasks 1: 0.0 %, 2: 0.0 %"]
 
 
 def test_a_run_gets_its_environment_once(tiny, capsys):

@@ -291,6 +291,18 @@ def score_text(run: Path, step: int | None = None, environment: str | None = Non
     return f", return {mean:.1f}" + ("" if score is None else f", score {score:.1f}")
 
 
+def task_text(run: Path, step: int | None = None) -> str:
+    """Each task's success in an evaluation, the last if no step is named; nothing where there is one task."""
+    rows = read_rows(Path(run) / "episodes.csv")
+    at = max((row.step for row in rows), default=0) if step is None else step
+    tasks: dict[int, list[int]] = {}
+    for row in rows:
+        if row.step == at:
+            tasks.setdefault(row.task, []).append(row.success)
+    rates = [f"{task}: {100 * sum(each) / len(each):.1f} %" for task, each in sorted(tasks.items())]
+    return f"tasks {', '.join(rates)}" if len(rates) > 1 else ""
+
+
 def evaluate_agent(
     load: Callable[[], tuple[Agent, int]],
     title: str,
