@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -511,3 +512,35 @@ def test_one_that_does_not_render(world, ahead, monkeypatch):
     with pytest.raises(UserError, match=r"render\(\) gave nothing, not bytes of shape"):
         show.pictures(show.play(ahead, "own_world:Blank-v0", task=1), [world / "a.gif"])
     assert not list(world.glob("*.gif"))
+
+
+def documented() -> str:
+    """The environment of docs/protocol.md, as it stands there."""
+    page = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text(encoding="utf-8")
+    return page.split("\n## Your own environment\n")[1].split("```python\n")[1].split("```")[0]
+
+
+def test_the_documented_environment_runs_as_it_stands(tmp_path, monkeypatch, capsys):
+    """Data of it by pushing at random, a training, an evaluation: no mistake, and no note on starts or actions."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("reach.py").write_text(documented())
+    env = gymnasium.make("reach:Reach-v0", disable_env_checker=True).unwrapped
+    rng, rows = np.random.default_rng(0), []
+    for episode in range(4):
+        state, info = env.reset(seed=episode, options={"task_id": 1 + episode % 2})
+        assert info["goal"].shape == state.shape == env.observation_space.shape
+        push = rng.uniform(-1, 1, 2)
+        for _ in range(30):
+            rows.append((state, action := np.clip(push + rng.normal(0, 0.5, 2), -1, 1)))
+            state, *_ = env.step(action)
+    observations, actions = map(np.stack, zip(*rows))
+    np.savez("mine.npz", observations=observations, actions=actions, terminals=np.arange(120) % 30 == 29)
+    small = ["--steps", "2", "--agent.hidden", "8", "--agent.batch-size", "4", "--device", "cpu", "--out", "run"]
+    own = ["--goal", "0", "1", "--agent.goal-input", "coordinates", "--env", "reach:Reach-v0"]
+    assert call("train", "gcbc", "mine.npz", *small, *own) == 0 and call("eval", "run", *FEW_OPTIONS) == 0
+    assert "note: reach" not in capsys.readouterr().err
+    to_goal = np.array([-1.0, 1.0])  # of task 2
+    env.reset(seed=0, options={"task_id": 2})
+    assert any(env.step(to_goal)[4]["success"] for _ in range(20))
+    sys.modules.pop("reach", None)
