@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from qhyer.agent import Agent, AgentConfig
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
 from qhyer.evaluate import EvalConfig, evaluate
-from qhyer.records import read_rows
+from qhyer.records import read_rows, write_rows
 
 WORLD = """
 import gymnasium
@@ -112,6 +114,16 @@ class Strong(Reach):
     action_space = gymnasium.spaces.Box(-5.0, 5.0, (2,))
 
 
+class Millimetres(Reach):
+    def reset(self, **kwargs):
+        at, info = super().reset(**kwargs)
+        return at + 500, {"goal": 1000 * info["goal"]}
+
+
+class Buttons(Reach):
+    action_space = gymnasium.spaces.MultiBinary(2)
+
+
 class Tall(Reach):
     def reset(self, **kwargs):
         super().reset(**kwargs)
@@ -119,7 +131,7 @@ class Tall(Reach):
 
 
 every = (Reach, NoGoal, NoSuccess, ShortGoal, NoActions, Raises, NotFinite, Wide, Endless, Unmade, Seen, Blank)
-for kind in (*every, Idle, Late, Strong, Tall):
+for kind in (*every, Idle, Late, Strong, Millimetres, Buttons, Tall):
     gymnasium.register(f"{kind.__name__}-v0", kind, max_episode_steps=kind.limit)
 """
 
@@ -270,10 +282,92 @@ def test_what_does_not_look_like_the_data_is_told():
     same = rollout.About(1, 3, None, seen=(starts, goals))
     assert "in all columns that are not the goal's (1, 2)" in same.doubts("Arm-v0", low, high, [0], True)[0]
     assert same.doubts("Arm-v0", low, high, [0], False) == []
-    varied = rollout.About(1, 3, None, seen=(starts, goals + np.arange(4)[:, None]))
+    varied = rollout.About(1, 3, None, seen=(starts, goals + np.arange(4)[:, None] / 10))
     assert varied.doubts("Arm-v0", low, high, [0], True) == []
     far = rollout.About(1, 3, None, seen=(starts * [1, 20, 1], goals))
     assert "column 1 is 10, in the data -1 to 1" in far.doubts("Arm-v0", low, high, [0], False)[0]
+
+
+def test_goals_far_from_the_data_are_told_where_they_are_read():
+    low, high = np.array([0.0, -1.0, 0.3]), np.array([1.0, 1.0, 0.3])
+    starts = np.full((4, 3), 0.3) + np.float32(1e-6)  # a column that never changes, but for rounding
+    goals = starts * [1, -100, 1] + np.arange(4)[:, None] / 1e4
+    about = rollout.About(1, 3, None, seen=(starts, goals))
+    (note,) = about.doubts("Arm-v0", low, high, [0], True)
+    assert "goals of Arm-v0 are far from the data: column 1 is -30, in the data -1 to 1." in note
+    assert about.doubts("Arm-v0", low, high, [0], False) == []
+    assert "column 1 is -30" in about.doubts("Arm-v0", low, high, [1, 0], False)[0]
+    last = rollout.About(1, 3, None, seen=(starts, np.where(np.arange(4)[:, None] == 3, 1000 * starts, starts)))
+    (note,) = last.doubts("Arm-v0", low, high, [0], False)  # of one task: it is that one's number
+    assert "column 0 is 300, in the data 0 to 1." in note
+    (note, *_) = rollout.About(1, 3, None, seen=(1000 * starts, starts)).doubts("Arm-v0", low, high, [0], False)
+    assert "column 2 is 300" in note and "more" not in note
+
+
+FEW_OPTIONS = ["--episodes", "1", "--workers", "0"]
+
+
+def test_whoever_names_the_environment_is_told_what_training_tells(tiny, capsys):
+    """Training, evaluations of a run, of a folder of runs and of a model, and pictures: the same notes, each once."""
+    elsewhere = ["--env", "own_world:Millimetres-v0"]
+
+    def notes(*arguments: str) -> list[str]:
+        capsys.readouterr()
+        assert call(*arguments) == 0
+        lines = capsys.readouterr().err.splitlines()
+        return [line for line in lines if line.startswith("note: ") and "own_world" in line]
+
+    told = notes(*tiny, *elsewhere)
+    assert ["far from the data" in note for note in told] == [True, True]
+    assert "starts" in told[0] and "goals" in told[1]
+    shutil.move("run", "trained")
+    assert notes(*tiny[:-1], "runs/one") == notes(*tiny[:-1], "runs/two", "--seed", "1") == []
+    assert notes("eval", "runs", *elsewhere, *FEW_OPTIONS) == told
+    assert notes("export", "runs/one", "--out", "model") == []
+    assert notes("eval", "--model", "model", "--out", "rows", *elsewhere, *FEW_OPTIONS) == told
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(show, "pictures", lambda played, files, *_: files[0].touch())  # it renders nothing
+        for name in ("runs/one", "model"):
+            assert notes("show", name, "--out", "a.gif", *elsewhere) == told
+    for arguments in (["eval", "trained"], ["eval", "--model", "model", "--out", "rows", "--overwrite", *elsewhere]):
+        assert notes(*arguments, *FEW_OPTIONS) == told  # its own environment, and again
+    assert notes("eval", "runs", "--env", "own_world:Reach-v0", "--overwrite", *FEW_OPTIONS) == []
+
+
+def test_ranges_of_the_data_are_kept_and_may_be_missing(tiny, capsys):
+    """In run.json and model.json, column by column. What was written without them gets no comparison."""
+    assert call(*tiny) == 0 and call("export", "run", "--out", "model") == 0
+    with np.load("mine.npz") as arrays:
+        observations = np.float32(arrays["observations"])
+    for kept in (runs.read(Path("run"))["data"], models.read(Path("model"))["data"]):
+        assert np.array_equal(np.float32(kept["low"]), observations.min(0))
+        assert np.array_equal(np.float32(kept["high"]), observations.max(0))
+    info = runs.read(Path("run"))
+    del info["data"]["low"], info["data"]["high"]
+    Path("run/run.json").write_text(json.dumps(info))
+    capsys.readouterr()
+    assert call("eval", "run", "--env", "own_world:Millimetres-v0", *FEW_OPTIONS) == 0
+    assert call("export", "run", "--out", "old") == 0
+    assert call("eval", "--model", "old", "--env", "own_world:Millimetres-v0", *FEW_OPTIONS) == 0
+    assert "far from the data" not in capsys.readouterr().err
+    assert call(*tiny) == 0 and runs.read(Path("run"))["data"] == info["data"]  # finished: left as it is
+
+
+def test_the_environment_of_the_dataset_is_not_compared(ahead):
+    about = rollout.About(1, 2, None)
+    info = {"dataset": "pointmaze-medium-navigate-v0", "data": {"low": [0, 0], "high": [1, 1]}}
+
+    def far(specs):
+        return np.full((1, 2), 99.0), np.full((1, 2), 99.0)
+
+    assert runs.notes_on(info, ahead, "pointmaze-medium-v0", about, far) == []
+    assert len(runs.notes_on(info, ahead, "pointmaze-large-v0", about, far)) == 2
+    assert len(runs.notes_on({**info, "dataset": "mine"}, ahead, "pointmaze-medium-v0", about, far)) == 2
+
+
+def test_actions_from_no_box_are_told(tiny, capsys):
+    assert call(*tiny, "--env", "own_world:Buttons-v0") == 0 and call("eval", "run", *FEW_OPTIONS) == 0
+    assert " ".join(capsys.readouterr().err.split()).count("takes actions from a space of kind MultiBinary") == 2
 
 
 def test_a_check_takes_a_step(tiny, capsys):
@@ -310,6 +404,24 @@ def test_what_is_read_of_a_goal_can_be_chosen(tiny, capsys):
         assert told in " ".join(capsys.readouterr().err.split())
     assert call("train", "rvs", *small, "--out", "rvs") == 0
     assert "and rvs reads those of a goal alone" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_evaluation_says_how_each_task_went(tiny, capsys):
+    """In a line of its own, below the mean's, which is as it was; of one task there is nothing more to say."""
+    assert call(*tiny, "--env", "own_world:Reach-v0") == 0 and call("export", "run", "--out", "model") == 0
+
+    def printed(*arguments: str) -> list[str]:
+        capsys.readouterr()
+        assert call("eval", *arguments, "--workers", "0", "--overwrite") == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line for line in lines if not line.startswith("evaluating")]
+
+    assert printed("run", "--episodes", "2") == ["run: success 0.0 %", "  tasks 1: 0.0 %, 2: 0.0 %"]
+    rows = read_rows(Path("run/episodes.csv"))
+    write_rows(Path("run/episodes.csv"), [replace(row, success=int(row.task + row.episode == 2)) for row in rows])
+    assert runs.task_text(Path("run")) == "tasks 1: 50.0 %, 2: 50.0 %" and runs.task_text(Path("run"), 1) == ""
+    assert printed("run", "--tasks", "2") == ["run: success 0.0 %"]
+    assert printed("--model", "model", "--out", "rows")[1:] == ["  tasks 1: 0.0 %, 2: 0.0 %"]
 
 
 def test_a_run_gets_its_environment_once(tiny, capsys):
@@ -400,3 +512,35 @@ def test_one_that_does_not_render(world, ahead, monkeypatch):
     with pytest.raises(UserError, match=r"render\(\) gave nothing, not bytes of shape"):
         show.pictures(show.play(ahead, "own_world:Blank-v0", task=1), [world / "a.gif"])
     assert not list(world.glob("*.gif"))
+
+
+def documented() -> str:
+    """The environment of docs/protocol.md, as it stands there."""
+    page = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text(encoding="utf-8")
+    return page.split("\n## Your own environment\n")[1].split("```python\n")[1].split("```")[0]
+
+
+def test_the_documented_environment_runs_as_it_stands(tmp_path, monkeypatch, capsys):
+    """Data of it by pushing at random, a training, an evaluation: no mistake, and no note on starts or actions."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("reach.py").write_text(documented())
+    env = gymnasium.make("reach:Reach-v0", disable_env_checker=True).unwrapped
+    rng, rows = np.random.default_rng(0), []
+    for episode in range(4):
+        state, info = env.reset(seed=episode, options={"task_id": 1 + episode % 2})
+        assert info["goal"].shape == state.shape == env.observation_space.shape
+        push = rng.uniform(-1, 1, 2)
+        for _ in range(30):
+            rows.append((state, action := np.clip(push + rng.normal(0, 0.5, 2), -1, 1)))
+            state, *_ = env.step(action)
+    observations, actions = map(np.stack, zip(*rows))
+    np.savez("mine.npz", observations=observations, actions=actions, terminals=np.arange(120) % 30 == 29)
+    small = ["--steps", "2", "--agent.hidden", "8", "--agent.batch-size", "4", "--device", "cpu", "--out", "run"]
+    own = ["--goal", "0", "1", "--agent.goal-input", "coordinates", "--env", "reach:Reach-v0"]
+    assert call("train", "gcbc", "mine.npz", *small, *own) == 0 and call("eval", "run", *FEW_OPTIONS) == 0
+    assert "note: reach" not in capsys.readouterr().err
+    to_goal = np.array([-1.0, 1.0])  # of task 2
+    env.reset(seed=0, options={"task_id": 2})
+    assert any(env.step(to_goal)[4]["success"] for _ in range(20))
+    sys.modules.pop("reach", None)

@@ -124,7 +124,9 @@ def test_everyone_who_acts_acts_in_the_datas_units(world):
 def test_environments_with_other_units_are_remarked():
     about = rollout.About(1, 2, None, (3,), (LOW, HIGH))
     assert about.remark("Arm-v0", (LOW, HIGH)) == "" and about.remark("Arm-v0", (LOW, (LOW + HIGH) / 2)) == ""
-    assert "policies give, and data must have, -1 to 1" in about.remark("Arm-v0")
+    plain = about.remark("Arm-v0")
+    assert "policies give, and data must have, -1 to 1. Which units do the data's actions have?" in plain
+    assert 0 < plain.index("qhyer data convert FILE OUT.npz --scale-actions") < plain.index("RescaleAction(env, -1, 1)")
     one = rollout.About(1, 2, None, (3,), (np.full(3, -1.0), np.ones(3)))
     assert one.remark("Arm-v0") == ""
     remark = one.remark("Arm-v0", (LOW, HIGH))
@@ -132,6 +134,8 @@ def test_environments_with_other_units_are_remarked():
     assert one.doubts("Arm-v0", np.zeros(2), np.ones(2), [0], True, (LOW, HIGH)) == [remark]
     free = rollout.About(1, 2, None, (3,), (np.full(3, -np.inf), np.full(3, np.inf)))
     assert free.remark("Arm-v0", (LOW, HIGH)) == ""
+    assert "--scale-actions" in free.remark("Arm-v0") and "RescaleAction" not in free.remark("Arm-v0")
+    assert "from a space of kind Discrete" in rollout.About(1, 2, None, space="Discrete").remark("Arm-v0")
     tenth = rollout.About(1, 2, None, (1,), (np.array([-0.1]), np.array([0.1])))  # float64, and float32 beside it
     assert tenth.remark("Arm-v0", (np.float32([-0.1]), np.float32([0.1]))) == ""
 

@@ -258,7 +258,7 @@ class _EvalOptions:
 
 def _eval(args: list[str]) -> int | None:
     from qhyer.evaluate import EvalConfig
-    from qhyer.runs import below, cut_short, evaluate_run, score_text
+    from qhyer.runs import below, cut_short, evaluate_run, score_text, task_text
 
     options_type = dataclasses.make_dataclass(
         "Options",
@@ -287,15 +287,17 @@ def _eval(args: list[str]) -> int | None:
 
         rate, out = evaluate_model(options.model, options.eval, out=options.out, **common)
         print(f"{options.model}: success {100 * rate:.1f} % (rows in {out})")
+        _by_task(task_text(out))
         return 0
     if not options.runs:
         raise UserError("give at least one run's folder: qhyer eval RUN..., or a model: qhyer eval --model NAME")
     if options.out is not None:
         raise UserError("--out goes with --model; the rows of a run stay with the run")
     chosen, failed = below(*options.runs), []
+    told: set[str] = set()
     for run in chosen:
         try:
-            rate = evaluate_run(run, options.eval, step=options.step, **common)
+            rate = evaluate_run(run, options.eval, step=options.step, told=told, **common)
         except UserError as error:
             if len(chosen) == 1:
                 raise
@@ -303,12 +305,19 @@ def _eval(args: list[str]) -> int | None:
             print(f"skipped: {run}: {error}", file=sys.stderr)
             continue
         print(f"{run}: success {100 * rate:.1f} %{score_text(run, options.step, options.env)}")
+        _by_task(task_text(run, options.step))
         early = cut_short(run, options.step)
         if early:
             print(f"note: {early}", file=sys.stderr)
     if failed:
         raise UserError(f"{len(failed)} of {len(chosen)} runs could not be evaluated (see above)")
     return 0
+
+
+def _by_task(line: str) -> None:
+    """Below the line with the mean, which scripts may read as it is."""
+    if line:
+        print(f"  {line}")
 
 
 # ----------------------------------------------------------------------------------------------------- models

@@ -21,7 +21,7 @@ from torch import Tensor
 from qhyer.agent import Agent, Memory
 from qhyer.errors import require
 from qhyer.policy import GraphedPolicy
-from qhyer.rng import stream_seed
+from qhyer.rng import episode_seed
 from qhyer.rollout import EpisodeSpec, Workers
 
 Policy = Callable[[Tensor, Tensor, Memory | None], tuple[Tensor, Memory | None]]
@@ -83,7 +83,7 @@ def plan(config: EvalConfig, environment: str, tasks: int) -> list[list[EpisodeS
         f"{environment} has tasks 1 to {tasks}, not {', '.join(map(str, numbers)) or 'none'}",
     )
     specs = [
-        EpisodeSpec(task, episode, stream_seed(config.seed, "eval", environment, task, episode) % 2**31)
+        EpisodeSpec(task, episode, episode_seed(config.seed, environment, task, episode))
         for task in numbers
         for episode in range(config.episodes)
     ]

@@ -318,6 +318,7 @@ def evaluate_model(
         f"evaluating {whose['name']} on {environment}",
         environment,
         config or EvalConfig(),
+        about,
         rows=out / "episodes.csv",
         workers=workers,
         overwrite=overwrite,

@@ -19,6 +19,11 @@ def stream_seed(seed: int, *names: str | int) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
 
 
+def episode_seed(seed: int, environment: str, task: int, episode: int) -> int:
+    """The seed of an evaluation's episode: rows have it as env_seed."""
+    return stream_seed(seed, "eval", environment, task, episode) % 2**31
+
+
 def numpy_stream(seed: int, *names: str | int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(stream_seed(seed, *names)))
 

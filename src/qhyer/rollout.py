@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -34,8 +34,9 @@ Stepped = tuple[np.ndarray, np.ndarray, np.ndarray]
 Bounds = tuple[np.ndarray, np.ndarray]
 """the least and the greatest action, column by column"""
 
-LOOKED_AT = 4  # episodes of an environment that is checked before training
+LOOKED_AT = 4  # episodes of an environment that is compared with the data
 ROUNDING = 1e-6  # of a bound's size: this far beyond an environment's it is the same
+SPAN_FLOOR = 1e-3  # of a column's range: where data hardly vary, policies see no smaller differences (STD_FLOOR)
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class About:
     bounds: Bounds | None = None
     """of actions, where the space has any"""
     seen: tuple[np.ndarray, np.ndarray] | None = None
-    """starts and goals (n, d_s) of a few episodes, where `check` has looked at them"""
+    """starts and goals (n, d_s) of a few episodes, where they have been looked at"""
+    space: str = "Box"
+    """what kind of space its actions are from"""
 
     def require(self, environment: str, observation_dim: int, action_dim: int) -> None:
         """`UserError` unless observations and actions are of these sizes: those of the data, and of policies."""
@@ -75,6 +78,11 @@ class About:
     def remark(self, environment: str, own: Bounds | None = None) -> str:
         """What is odd about it and no error; nothing for most. `own`: the units of the data's actions, where they have
         some; policies act in those."""
+        if self.space != "Box":
+            return (
+                f"{environment} takes actions from a space of kind {self.space}; policies give vectors of numbers, and "
+                "are for a gymnasium.spaces.Box (docs/protocol.md, 'Your own environment')"
+            )
         if self.bounds is None:
             return ""
         low, high = (_short(end) for end in self.bounds)
@@ -89,10 +97,14 @@ class About:
             )
         if all((np.abs(end) == 1.0).all() for end in self.bounds):
             return ""
+        finite = all(np.isfinite(end).all() for end in self.bounds)
         return (
-            f"{environment} takes actions from {low} to {high}; policies give, and data must have, -1 to 1 "
-            "(gymnasium.wrappers.RescaleAction(env, -1, 1) makes it so; data with bounds of their own need none: "
-            "`qhyer data convert` with --scale-actions)"
+            f"{environment} takes actions from {low} to {high}; policies give, and data must have, -1 to 1. Which "
+            "units do the data's actions have? Those of the environment: `qhyer data convert FILE OUT.npz "
+            "--scale-actions`, train on OUT.npz, and leave the environment as it is (docs/data.md, 'Actions in other "
+            "units'). Scaled to [-1, 1] already when they were recorded: "
+            + ("gymnasium.wrappers.RescaleAction(env, -1, 1)" if finite else "a wrapper that scales them back")
+            + ", and leave the data as they are"
         )
 
     def doubts(
@@ -109,15 +121,18 @@ class About:
         found = [self.remark(environment, own)]
         if self.seen is not None:
             starts, goals = self.seen
-            span = high - low
-            far = ((starts < low - span) | (starts > high + span)).any(0).nonzero()[0]
-            columns = [f"column {c} is {starts[0, c]:.4g}, in the data {low[c]:.4g} to {high[c]:.4g}" for c in far[:3]]
-            if columns:
+            every = list(range(len(low)))
+            if columns := _far(starts, low, high, every):
                 found.append(
-                    f"{environment} starts far from the data: {'; '.join(columns)}. "
+                    f"{environment} starts far from the data: {columns}. "
                     "Are its columns in the order and the units of the data?"
                 )
-            others = [c for c in range(len(low)) if c not in goal and span[c] > 0]
+            if columns := _far(goals, low, high, every if whole else goal):
+                found.append(
+                    f"goals of {environment} are far from the data: {columns}. "
+                    "Are they states as in the data, in their order and units?"
+                )
+            others = [c for c in every if c not in goal and high[c] > low[c]]
             if whole and others and len(goals) > 1 and (np.ptp(goals[:, others], axis=0) == 0).all():
                 listed = ", ".join(map(str, others[:3])) + (", ..." if len(others) > 3 else "")
                 found.append(
@@ -125,6 +140,25 @@ class About:
                     "states of the data do not, and this agent reads whole goals"
                 )
         return [note for note in found if note]
+
+    def looked_at(self, reset: Callable[[list[EpisodeSpec]], tuple[np.ndarray, np.ndarray]]) -> About:
+        """With the starts and goals of a few episodes, one at a time: no environment is made for it."""
+        seen = [reset([spec]) for spec in _looked_at(self.tasks)]
+        starts, goals = (np.concatenate(part) for part in zip(*seen))
+        return dataclasses.replace(self, seen=(starts, goals))
+
+
+def _looked_at(tasks: int) -> list[EpisodeSpec]:
+    return [EpisodeSpec(1 + i % tasks, i, i) for i in range(LOOKED_AT)]
+
+
+def _far(states: np.ndarray, low: np.ndarray, high: np.ndarray, columns: Sequence[int]) -> str:
+    """The first of these columns in which a state (n, d_s) lies further from the data than these are wide, in words."""
+    beyond = np.maximum(low - states, states - high)  # (n, d_s)
+    worst = states[beyond.argmax(0), np.arange(len(low))]  # (d_s,)
+    far = beyond.max(0) > np.maximum(high - low, SPAN_FLOOR)
+    told = [f"column {c} is {worst[c]:.4g}, in the data {low[c]:.4g} to {high[c]:.4g}" for c in columns if far[c]]
+    return "; ".join(told[:3]) + (f"; and {len(told) - 3} more" if len(told) > 3 else "")
 
 
 def _short(values: np.ndarray) -> list[float]:
@@ -139,14 +173,15 @@ def describe(environment: str, env: Any) -> About:
     with _blamed(environment):
         observation, goal = envs.seeded_reset(env, 0, 1)
         space = env.action_space
-        shape = tuple(space.shape)
+        shape = tuple(space.shape or ())
         bounds = (np.asarray(space.low), np.asarray(space.high)) if hasattr(space, "low") else None
     if observation.ndim != 1 or goal.shape != observation.shape:
         raise UserError(
             f"{environment}: observations must be vectors and goals whole observations, of the same size; it has "
             f"observations of shape {observation.shape} and goals of shape {goal.shape} (docs/protocol.md)"
         )
-    return About(tasks, len(observation), envs.maze_geometry(env), shape, bounds)
+    kind = "Box" if bounds else type(space).__name__
+    return About(tasks, len(observation), envs.maze_geometry(env), shape, bounds, space=kind)
 
 
 class ShardRunner:
@@ -368,8 +403,7 @@ def check(environment: str, observation_dim: int | None = None, action_dim: int 
         about = pool.about()
         if observation_dim is not None and action_dim is not None:
             about.require(environment, observation_dim, action_dim)
-        specs = [EpisodeSpec(1 + i % about.tasks, i, i) for i in range(LOOKED_AT)]
-        starts, goals = pool.ask(("reset", 0, specs))
+        starts, goals = pool.ask(("reset", 0, _looked_at(about.tasks)))
         action = np.zeros((LOOKED_AT, *about.action_shape), dtype=np.float32)
         if about.bounds is not None:
             action = np.clip(action, *about.bounds)

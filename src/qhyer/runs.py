@@ -26,13 +26,14 @@ import torch
 from qhyer import agents, checkpoint, envs
 from qhyer.agent import Agent
 from qhyer.config import from_dict
+from qhyer.data import registry
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
 from qhyer.evaluate import EpisodeResult, EvalConfig, episodes_of, evaluate, success_rate
 from qhyer.progress import Progress
 from qhyer.records import EpisodeRow, add_rows, mean_return, normalised, read_rows
 from qhyer.rng import stream_seed
-from qhyer.rollout import About, Workers
+from qhyer.rollout import About, EpisodeSpec, Workers
 from qhyer.storage import atomic_file
 
 VERSIONED = ("qhyer", "torch", "numpy", "ogbench", "gymnasium", "gymnasium-robotics", "mujoco", "safetensors")
@@ -156,6 +157,36 @@ def own_environment(info: Mapping[str, Any]) -> str | None:
     return info.get("environment") or envs.of_dataset(info["dataset"])
 
 
+def notes_on(
+    info: Mapping[str, Any],
+    agent: Agent,
+    environment: str,
+    about: About,
+    reset: Callable[[list[EpisodeSpec]], tuple[np.ndarray, np.ndarray]],
+) -> list[str]:
+    """What of an environment does not look like the data of a run, or of a model, by what that says of itself.
+
+    Starts and goals are looked at, with `reset`, unless it is the dataset's own environment; what was written before
+    the ranges of the data were has nothing to compare them with.
+    """
+    data, spec = info.get("data") or {}, agent.spec
+    registered = registry.DATASETS.get(info["dataset"])
+    if "low" not in data or (registered is not None and registered.environment == environment):
+        return [note for note in [about.remark(environment, spec.action_bounds)] if note]
+    low, high = (np.asarray(data[name], np.float32) for name in ("low", "high"))
+    whole = agent.config.reads_whole_goals
+    return about.looked_at(reset).doubts(environment, low, high, spec.goal_indices, whole, spec.action_bounds)
+
+
+def tell(notes: Sequence[str], told: set[str] | None = None) -> None:
+    """Prints notes, each once where it is remembered what was `told`."""
+    told = set() if told is None else told
+    for note in notes:
+        if note not in told:
+            print(f"note: {note}", file=sys.stderr)
+            told.add(note)
+
+
 def save_evaluation(
     run: Path, step: int, results: Sequence[EpisodeResult], environment: str, about: About | None = None
 ) -> None:
@@ -221,10 +252,12 @@ def evaluate_run(
     workers: int | None = None,
     overwrite: bool = False,
     quiet: bool = False,
+    told: set[str] | None = None,
 ) -> float:
     """Evaluates a run's checkpoint, keeps the rows with the run, and returns the success rate.
 
-    An earlier evaluation of the same checkpoint is replaced; a longer one only with `overwrite`.
+    An earlier evaluation of the same checkpoint is replaced; a longer one only with `overwrite`. `told`: notes that
+    need not be printed again; those that are, are added.
     """
     info = read(run)
     environment = environment or own_environment(info)
@@ -236,10 +269,12 @@ def evaluate_run(
         f"evaluating {info['agent']} on {environment}",
         environment,
         config or EvalConfig(),
+        info,
         rows=Path(run) / "episodes.csv",
         workers=workers,
         overwrite=overwrite,
         quiet=quiet,
+        told=told,
     )
     save_evaluation(run, at, results, environment, about)
     return success_rate(results)
@@ -256,27 +291,40 @@ def score_text(run: Path, step: int | None = None, environment: str | None = Non
     return f", return {mean:.1f}" + ("" if score is None else f", score {score:.1f}")
 
 
+def task_text(run: Path, step: int | None = None) -> str:
+    """Each task's success in an evaluation, the last if no step is named; nothing where there is one task."""
+    rows = read_rows(Path(run) / "episodes.csv")
+    at = max((row.step for row in rows), default=0) if step is None else step
+    tasks: dict[int, list[int]] = {}
+    for row in rows:
+        if row.step == at:
+            tasks.setdefault(row.task, []).append(row.success)
+    rates = [f"{task}: {100 * sum(each) / len(each):.1f} %" for task, each in sorted(tasks.items())]
+    return f"tasks {', '.join(rates)}" if len(rates) > 1 else ""
+
+
 def evaluate_agent(
     load: Callable[[], tuple[Agent, int]],
     title: str,
     environment: str,
     config: EvalConfig,
+    info: Mapping[str, Any],
     *,
     rows: Path,
     workers: int | None = None,
     overwrite: bool = False,
     quiet: bool = False,
+    told: set[str] | None = None,
 ) -> tuple[list[EpisodeResult], int, About]:
     """The protocol for whatever `load` brings (an agent and its updates) -> results, updates, the environment.
 
-    Nothing is written; `rows` is where the caller keeps them, so that a longer evaluation there is not lost.
+    Nothing is written; `rows` is where the caller keeps them, so that a longer evaluation there is not lost. `info` is
+    what the run, or the model, says of itself.
     """
     with Workers(environment, workers) as pool:  # they start while the agent is loaded
         agent, at = load()
         about = pool.about()
         about.require(environment, agent.spec.observation_dim, agent.spec.action_dim)
-        if (odd := about.remark(environment, agent.spec.action_bounds)) and not quiet:
-            print(f"note: {odd}", file=sys.stderr)
         asked = episodes_of(config, environment, about.tasks)
         total = len(asked)
         earlier = {row.which for row in read_rows(rows) if row.step == at}
@@ -286,6 +334,8 @@ def evaluate_agent(
                 f"{rows.parent} has an evaluation of {len(earlier)} episodes of this checkpoint{why}; `qhyer eval` "
                 "replaces it if it is given --overwrite"
             )
+        if not quiet:
+            tell(notes_on(info, agent, environment, about, lambda specs: pool.ask(("reset", 0, specs))), told)
         with Progress(title, total, quiet) as progress:
 
             def show(done: int, total: int) -> None:

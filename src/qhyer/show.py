@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -48,10 +49,19 @@ class Episode:
     """what stands still (`views.geometry`)"""
 
 
-def play(agent: Agent, environment: str, task: int, episode: int = 0, seed: int = 0) -> Episode:
-    """An episode of the evaluation's plan, alone in its batch: the same start and goal as in the rows."""
+def play(
+    agent: Agent,
+    environment: str,
+    task: int,
+    episode: int = 0,
+    seed: int = 0,
+    info: Mapping[str, Any] | None = None,
+) -> Episode:
+    """An episode of the evaluation's plan, alone in its batch: the same start and goal as in the rows. Where the run's
+    or the model's `info` is given, notes are printed on what of the environment does not look like its data."""
     import torch
 
+    from qhyer import runs
     from qhyer.evaluate import EvalConfig, evaluation_mode, plan
 
     require(episode >= 0, "episodes are numbered from 0")
@@ -60,6 +70,8 @@ def play(agent: Agent, environment: str, task: int, episode: int = 0, seed: int 
     about.require(environment, agent.spec.observation_dim, agent.spec.action_dim)
     config = EvalConfig(episodes=episode + 1, tasks=(task,), seed=seed, shard=1)
     spec = plan(config, environment, about.tasks)[episode][0]
+    if info is not None:
+        runs.tell(runs.notes_on(info, agent, environment, about, runner.reset))
     observation, goal = runner.reset([spec])
     env = runner.pool[0]
     fixed = views.geometry(env) if views.drawable(environment) else {}
@@ -334,7 +346,7 @@ def show(
         raise UserError(f"there is no drawing of {environment}: only of the datasets' environments")
     stem = home / "pictures" / f"task{task}-episode{episode}"
     files = [stem.with_suffix(".gif"), stem.with_suffix(".png")] if out is None else [out]
-    played = play(agent, environment, task, episode, seed)
+    played = play(agent, environment, task, episode, seed, info)
     how = pictures(played, files, width, view)
     outcome = "goal reached" if played.success else "goal not reached"
     print(f"{environment}, task {task}, episode {episode}: {outcome} after {len(played.actions)} steps; {how}")

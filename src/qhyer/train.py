@@ -248,16 +248,17 @@ def _train(
     if device == "cpu" and preset == "paper" and config.steps >= LONG and "demo" in presets.table(agent_name):
         size = f"{config.steps:,} updates of {config.batch_size:,}"
         notes.append(f"preset paper is sized for a GPU ({size}); on a CPU, --preset demo takes minutes")
+    spans = _range(episodes)
     if environment is not None and (environment != home or unnamed):  # now, and not after hours of training
         found = rollout.check(environment, episodes.observations.shape[1], episodes.actions.shape[1])
-        low, high = _range(episodes)
         whole, own = config.reads_whole_goals, episodes.spec().action_bounds
-        notes += found.doubts(environment, low, high, episodes.goal_indices, whole, own)
+        notes += found.doubts(environment, *spans, episodes.goal_indices, whole, own)
     if not quiet:
         for note in filter(None, notes):
             print(f"note: {note}", file=sys.stderr)
-    name = Path(sys.argv[0]).name
-    command = shlex.join(["qhyer" if name == "__main__.py" else name, *sys.argv[1:]])
+    typed = Path(sys.argv[0])
+    name = "qhyer" if typed.parts[-2:] == ("qhyer", "__main__.py") else typed.name  # another name: run from Python
+    command = shlex.join([name, *sys.argv[1:]])
     paths: list[Path] = []
     loops: list[_Loop] = []
     infos: list[dict[str, Any]] = []
@@ -288,6 +289,7 @@ def _train(
                 "episodes": episodes.num_episodes,
                 "transitions": episodes.num_transitions,
                 "path": str(Path(dataset).resolve()) if dataset.endswith(".npz") else None,
+                **{name: end.tolist() for name, end in zip(("low", "high"), spans)},
             },
             "spec": episodes.spec().stored(),
             "versions": runs.versions(),

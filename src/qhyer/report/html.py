@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from qhyer.report.compare import (
     tally,
 )
 from qhyer.report.published import SCORE
+from qhyer.report.reproduce import commands
 from qhyer.report.statistics import RESAMPLES
 from qhyer.report.suite import Account, Part, Suite
 from qhyer.report.tables import (
@@ -463,15 +463,12 @@ def _at_steps(run: Run) -> str:
 
 
 def _reproduce(table: Table, sources: Sequence[Path], out: Path) -> str:
-    commands = [run.info.get("command") for run in table.runs]
-    known = list(dict.fromkeys(str(command) for command in commands if command))
-    again = shlex.join(["qhyer", "report", *map(str, sources), "--out", str(out)])
-    text = "\n".join([*known, again])
-    lacking = sum(not command for command in commands)
-    note = f" {_plural(lacking, 'run')} did not record a command." if lacking else ""
+    lines, notes = commands(table, sources, out)
+    known = "".join(f" {escape(note)}" for note in notes)
     return (
-        "<p>These commands train the runs and write this page again; the same seed on the same versions "
-        f"gives the same rows.{note}</p><pre><code>{escape(text)}</code></pre>"
+        "<p>These commands, one after the other in a folder that has the data, train the runs, evaluate them and write "
+        "this page again; the same seed on the same versions "
+        f"gives the same rows.{known}</p><pre><code>{escape(chr(10).join(lines))}</code></pre>"
     )
 
 
