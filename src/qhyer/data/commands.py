@@ -119,7 +119,7 @@ def _with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _problems(arrays: Mapping[str, np.ndarray]) -> list[checks.Problem]:
     needed = (arrays["observations"], arrays["actions"], arrays["terminals"])
-    problems = checks.find_problems(*needed, arrays.get("rewards"))
+    problems = checks.find_problems(*needed, arrays.get("rewards"), bounded=bounds.NAMES[0] in arrays)
     if any(problem.code == "shape" for problem in problems):
         return problems
     wrong = bounds.wrong_bounds(arrays["actions"].shape[1], *map(arrays.get, bounds.NAMES))
@@ -135,7 +135,7 @@ def info(name_or_path: str, /) -> int:
     path = _locate(name_or_path)
     arrays = _with_flags(read_arrays(path))
     observations, actions = np.asarray(arrays["observations"]), np.asarray(arrays["actions"])
-    problems = checks.find_problems(observations, actions, arrays["terminals"])
+    problems = _problems(arrays)
     if any(problem.code == "shape" for problem in problems):
         raise UserError(f"{path} is not a usable dataset; `qhyer data check {path}` says what is wrong")
     console = Console(highlight=False, soft_wrap=True)
@@ -152,6 +152,9 @@ def info(name_or_path: str, /) -> int:
     units = [arrays[name] for name in bounds.NAMES if name in arrays]
     if len(units) == 2 and bounds.wrong_bounds(actions.shape[1], *units) is None:
         facts.add_row("own units", f"-1 and 1 of actions stand for {bounds.told(*units)}")
+    small = [problem.brief for problem in problems if problem.code == "small"]
+    if small:
+        facts.add_row("warning", *small)
     facts.add_row("goal", told)
     others = sorted(set(arrays) - {"observations", "actions", "terminals"})
     if others:

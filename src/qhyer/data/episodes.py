@@ -143,7 +143,8 @@ class Episodes:
         except ValueError as error:
             raise DataError(f"{name}: not an array, rows of unequal length? ({error})") from None
         flags = end_flags(ends, observations.shape[0] if observations.ndim else 0)
-        problems = check.find_problems(observations, actions, flags)
+        bounded = action_low is not None
+        problems = check.find_problems(observations, actions, flags, bounded=bounded)
         errors = [p for p in problems if p.severity == "error"]
         if errors:
             raise DataError(check.describe(name, errors))
