@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -71,7 +72,7 @@ def describe(name: str, problems: Sequence[Problem]) -> str:
 def in_brief(problems: Sequence[Problem], file: str = "") -> str:
     """The warnings among them in a line; nothing where there are none."""
     told = "; ".join(problem.brief for problem in problems if problem.severity == "warning")
-    return f"{told} (`qhyer data check {file}` says more)" if told and file else told
+    return f"{told} (`qhyer data check {shlex.quote(file)}` says more)" if told and file else told
 
 
 def _find(
