@@ -297,6 +297,18 @@ def test_check_command(tmp_path, capsys):
     assert commands.info(str(rows)) == 0 and "20 of 50 rows" in capsys.readouterr().out
 
 
+def test_several_files_are_checked_each_on_its_own(tmp_path, capsys):
+    observations, actions, terminals = healthy()
+    good = write(tmp_path / "good.npz", observations, actions, terminals)
+    bad = write(tmp_path / "bad.npz", observations, actions * 5, terminals)
+    assert commands.check(good, good) == 0 and capsys.readouterr().out.count("nothing wrong") == 2
+    assert commands.check(bad, tmp_path / "absent.npz", good) == 1
+    out = capsys.readouterr().out
+    assert "error [range]" in out and "no dataset at" in out and "good.npz: nothing wrong" in out
+    with pytest.raises(UserError, match="at least one"):
+        commands.check()
+
+
 def test_small_actions_are_told_unless_they_have_bounds(tmp_path, capsys):
     observations, actions, terminals = healthy()
     mine = write(tmp_path / "mine.npz", observations, actions * np.float32([0.04, 1]), terminals)

@@ -79,14 +79,29 @@ def generate(
     return 0
 
 
-def check(path: Path, /) -> int:
-    """Look for what is wrong with a dataset. The exit code is 1 if it cannot be trained on.
+def check(*paths: tyro.conf.Positional[Path]) -> int:
+    """Look for what is wrong with datasets, each on its own. The exit code is 1 if one cannot be trained on.
 
     Args:
-        path: an npz file, yours or OGBench's, HDF5 of D4RL, Minari or robomimic, or the name of a dataset
+        paths: npz files, yours or OGBench's, HDF5 of D4RL, Minari or robomimic, or names of datasets
     """
-    path = _locate(str(path))
+    if not paths:
+        raise UserError("name at least one dataset: qhyer data check FILE...")
     console = Console(highlight=False, soft_wrap=True)
+    bad = 0
+    for path in paths:
+        try:
+            bad += _check(path, console)
+        except UserError as error:
+            if len(paths) == 1:
+                raise
+            console.print(f"{path}: {error}", markup=False)  # the others need not wait for it
+            bad += 1
+    return 1 if bad else 0
+
+
+def _check(path: Path, console: Console) -> int:
+    path = _locate(str(path))
     try:
         arrays, notes = _read(path)
     except DataError as error:
@@ -256,6 +271,7 @@ def convert(
         arrays, said = bounds.scaled(arrays, action_low, action_high)
         notes += said
         problems = _refuse(path, arrays)
+    of_their_own = scale_actions and split is not None and not (action_low or action_high)
     sidecar = out.with_suffix(".json")
     sidecar.unlink(missing_ok=True)
     with atomic_file(out) as temporary:
@@ -271,6 +287,12 @@ def convert(
     console = Console(highlight=False, soft_wrap=True)
     for note in notes:
         console.print(f"{path.name}: {note}", markup=False)
+    if of_their_own:
+        console.print(
+            f"{path.name}: these bounds are those of split {split} alone. For another split give both conversions the "
+            f"same, these or wider ones: {bounds.options(arrays['action_low'], arrays['action_high'])}",
+            markup=False,
+        )
     if dataset is None and (found := checks.in_brief(problems, str(out))):
         console.print(f"{path.name}: warning: {found}", markup=False)
     console.print(f"wrote {out}: {rows:,} rows, {episodes:,} episodes")
