@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from qhyer import cli, envs
+from qhyer.data.episodes import Episodes
 from qhyer.records import read_rows
 
 TINY = ["--agent.hidden", "16", "16", "--agent.batch-size", "8", "--device", "cpu"]
@@ -86,6 +87,58 @@ def test_a_run_copied_without_its_optimisers_state(mine, capsys, monkeypatch):
         assert ". is a folder of runs: give one of them, such as copy" in " ".join(capsys.readouterr().err.split())
     (Path("copy") / "run.json").unlink()
     assert call("eval", "copy") == 2 and "run.json is missing" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_the_check_warns_of_is_told_before_training(tmp_path, monkeypatch, capsys, caplog):
+    """Briefly and once: not of a run that goes on, of one that is finished, or of a registered dataset."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    walks = rng.normal(size=(40, 50, 3)).cumsum(1) * 0.05 + rng.uniform(-20, 20, (40, 1, 3))
+    arrays = {"observations": walks.reshape(-1, 3), "actions": rng.uniform(-0.04, 0.04, (2000, 2))}
+    arrays["terminals"] = np.arange(2000) % 50 == 49
+    arrays["terminals"][99] = False
+    named = {"observation_names": np.array(["x", "y", "[a]"]), "goal_indices": np.array(["y", "[a]"])}
+    np.savez("my own.npz", **arrays, **named)
+    train = ["train", "gcbc", "my own.npz", "--steps", "4", "--save-every", "2", *TINY]
+    told = "note: actions never leave [-0.2, 0.2] in columns 0, 1: if these have other units, `qhyer data convert FILE "
+    told += (
+        "OUT.npz --scale-actions` scales them; 1 steps inside an episode are far larger than usual, the first after "
+    )
+    told += "row 99: an end that was not marked? (`qhyer data check 'my own.npz'` says more)"
+
+    def said(*more: str) -> tuple[str, int]:
+        assert call(*train, *more) == 0
+        err = " ".join(capsys.readouterr().err.split())
+        return err, err.count(told)
+
+    err, times = said("--out", "run")
+    assert times == 1 and "note: the goal is columns y, [a], but gcbc reads" in err
+    assert said("--out", "run")[1] == 0  # finished
+    shutil.rmtree("run/checkpoints/00000004")
+    assert said("--out", "run", "--resume")[1] == 0
+    err, times = said("--out", "other", "--goal", "x")
+    assert times == 1 and "note: the goal is columns x, but" in err
+    assert said("--out", "both", "--seeds", "0", "1")[1] == 1
+
+    assert call("data", "convert", "my own.npz", "out.npz") == 0
+    assert "my own.npz: warning: actions never leave" in capsys.readouterr().out
+    assert call("data", "convert", "my own.npz", "scaled.npz", "--scale-actions") == 0
+    shown = capsys.readouterr().out
+    assert "my own.npz: warning: 1 steps inside" in shown and "`qhyer data check scaled.npz` says more" in shown
+    assert call("data", "info", "my own.npz") == 0 and "columns y, [a]" in capsys.readouterr().out
+
+    assert not [record for record in caplog.records if "small" in record.message]
+    made = Episodes.from_arrays(*arrays.values(), name="mine")
+    (record,) = [record for record in caplog.records if "small" in record.message]
+    assert record.message.startswith("mine:\n  warning [small]") and "warning [jump]" in record.message
+    assert made.warnings == () and len(Episodes.load("my own.npz").warnings) == 2
+
+    wide = {**arrays, "observations": np.tile(arrays["observations"], 10)}
+    np.savez("pointmaze-medium-stitch-v0.npz", **wide)
+    train[2] = "pointmaze-medium-stitch-v0.npz"
+    assert "note: actions" not in said("--out", "known")[0]
+    assert call("data", "convert", "pointmaze-medium-stitch-v0.npz", "more.npz") == 0
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_a_goal_that_is_not_there(mine, capsys):

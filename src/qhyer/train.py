@@ -30,8 +30,8 @@ from torch import Tensor
 from qhyer import agents, checkpoint, distributed, presets, rollout, runs
 from qhyer.agent import Agent, AgentConfig, Stage
 from qhyer.config import Precision, chosen, fingerprint, to_dict
-from qhyer.data import registry
-from qhyer.data.episodes import FILES, UNNAMED, Episodes, own_name
+from qhyer.data import check, registry
+from qhyer.data.episodes import FILES, UNNAMED, Episodes, columns_told, own_name
 from qhyer.data.goals import of_seeds
 from qhyer.errors import UserError, require
 from qhyer.evaluate import EvalConfig, evaluate, success_rate
@@ -101,7 +101,7 @@ class NonFinite(UserError):
 
 def _goals_read(agent: str, config: AgentConfig, episodes: Episodes) -> str:
     """For own data, what a goal is: a user who names two columns may expect that the others do not matter."""
-    width, goal = episodes.observations.shape[1], ", ".join(map(str, episodes.goal_indices))
+    width, goal = episodes.observations.shape[1], columns_told(episodes.goal_indices, episodes.observation_names)
     if len(episodes.goal_indices) == width:
         return f"the goal is the whole observation, {width} columns (--goal names fewer)" if width > 1 else ""
     if not config.reads_whole_goals:
@@ -315,6 +315,9 @@ def _train(
         raise UserError(f"the processes see different checkpoints in {paths[0]}: it must lie where all of them see it")
     for run in paths:
         _settle(run, environment)
+    warned = "" if registered else check.in_brief(episodes.warnings, dataset if dataset.endswith(FILES) else "")
+    if warned and not quiet and any(not loop.has_begun() for loop in loops):  # of a resumed run it was told
+        print(f"note: {warned}", file=sys.stderr)
     if loops:
         for loop, info in zip(loops, infos):
             if distributed.is_main() and not loop.has_begun():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qhyer import cli
-from qhyer.data.bounds import scale, scaled, told, unscale
+from qhyer.data.bounds import options, scale, scaled, told, unscale
 from qhyer.data.episodes import Episodes, read_npz
 from qhyer.errors import DataError, UserError
 from qhyer.storage import read_sealed_json
@@ -86,6 +86,15 @@ def test_each_column_by_its_own_or_by_what_is_given():
     assert notes[1] == "actions that never change are 0 in [-1, 1]: columns 1" and not made["actions"][:, 1].any()
     tight = {**arrays, "actions": np.where(arrays["terminals"][:, None], 0, np.float64([0.1, 0.1, 0.1]))}
     assert scaled(tight, [-0.1], [0.1])[0]["actions"].max() == 1  # the same number in float32 and float64
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(numbers, min_size=1, max_size=4))
+def test_bounds_are_told_as_options_that_are_read_again(ends):
+    low, high = options(np.float32(ends), np.float32([1e30])).split(" --action-high ")
+    assert "e" not in low.removeprefix("--action-low") + high
+    given = np.float32([float(number) for number in low.split()[1:]])
+    assert np.array_equal(given, np.float32(ends)) and np.float32(float(high)) == np.float32(1e30)
 
 
 @pytest.mark.parametrize(

@@ -141,9 +141,60 @@ def test_missing_ends_show_where_velocities_do_not_jump():
 
 def test_one_column_that_jumps():
     observations, actions, terminals = healthy()
-    observations[333, 3] += 1000.0
+    observations[333:340, 3] += 1000.0
     message = only(find_problems(observations, actions, terminals), "warning", "jump")
     assert "2 steps" in message and "column 3" in message
+
+
+def test_a_single_bad_row_is_no_missing_end():
+    observations, actions, terminals = healthy(40, 200)
+    observations[333, 3] = 1000.0
+    observations[5555] -= 300.0
+    message = only(find_problems(observations, actions, terminals), "warning", "spike")
+    assert message.startswith("2 single rows") and "row 333 of episode 1: column 3 is 1000 between" in message
+    terminals[399] = False  # both are told apart
+    spike, jump = find_problems(observations, actions, terminals)
+    assert spike.message == message and jump.code == "jump"
+    assert "1 steps" in jump.message and "after row 399" in jump.message
+
+
+def test_what_is_not_finite_hides_nothing():
+    observations, actions, terminals = healthy(40, 200)
+    terminals[399] = False
+    observations[:, 4] = 7.0
+    observations[6000:6200], actions[6000:6200] = observations[5800:6000], actions[5800:6000]
+    clean = find_problems(observations, actions, terminals)
+    assert [problem.code for problem in clean] == ["jump", "constant", "duplicate"]
+    observations[77, 1], observations[1234], actions[10, 0] = np.nan, np.inf, np.nan
+    problems = find_problems(observations, actions, terminals)
+    assert [problem.code for problem in problems] == ["nan", "nan", "jump", "constant", "duplicate"]
+    assert problems[2:] == clean
+    actions[20, 1] = 3.0
+    assert [problem.code for problem in find_problems(observations, actions, terminals)][:3] == ["nan", "nan", "range"]
+    observations[:] = np.nan
+    assert {problem.code for problem in find_problems(observations, actions, terminals)} == {
+        "nan",
+        "range",
+        "duplicate",
+    }
+
+
+def test_actions_far_inside_their_range():
+    observations, actions, terminals = healthy()
+    actions[:, 0] *= 0.04
+    actions[terminals] = 0.9  # never used
+    message = only(find_problems(observations, actions, terminals), "warning", "small")
+    assert "in some columns: 0: -0.039" in message and "1: " not in message
+    assert "`qhyer data convert FILE OUT.npz --scale-actions` maps" in message
+    assert find_problems(observations, actions, terminals, bounded=True) == []
+    actions[5, 0] = -0.21  # as little as that is enough
+    assert find_problems(observations, actions, terminals) == []
+    actions[:, 0] = 0.04  # a column that never changes is something else
+    actions[terminals, 0] = 0.9
+    only(find_problems(observations, actions, terminals), "warning", "constant")
+    actions[:, 1] *= 3  # scaling those that are too large scales all
+    codes = [problem.code for problem in find_problems(observations, actions, terminals)]
+    assert codes == ["range", "constant"]
 
 
 def test_constant_columns():
@@ -246,6 +297,34 @@ def test_check_command(tmp_path, capsys):
     assert commands.info(str(rows)) == 0 and "20 of 50 rows" in capsys.readouterr().out
 
 
+def test_several_files_are_checked_each_on_its_own(tmp_path, capsys):
+    observations, actions, terminals = healthy()
+    good = write(tmp_path / "good.npz", observations, actions, terminals)
+    bad = write(tmp_path / "bad.npz", observations, actions * 5, terminals)
+    assert commands.check(good, good) == 0 and capsys.readouterr().out.count("nothing wrong") == 2
+    assert commands.check(bad, tmp_path / "absent.npz", good) == 1
+    out = capsys.readouterr().out
+    assert "error [range]" in out and "no dataset at" in out and "good.npz: nothing wrong" in out
+    with pytest.raises(UserError, match="at least one"):
+        commands.check()
+
+
+def test_small_actions_are_told_unless_they_have_bounds(tmp_path, capsys):
+    observations, actions, terminals = healthy()
+    mine = write(tmp_path / "mine.npz", observations, actions * np.float32([0.04, 1]), terminals)
+    assert commands.check(mine) == 0 and "warning [small]" in capsys.readouterr().out
+    assert commands.info(str(mine)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "never leave [-0.2, 0.2] in columns 0: if these have other units, `qhyer data convert FILE" in shown
+    assert commands.convert(str(mine), tmp_path / "scaled.npz", scale_actions=True) == 0
+    capsys.readouterr()
+    assert commands.check(tmp_path / "scaled.npz") == 0 and commands.info(str(tmp_path / "scaled.npz")) == 0
+    wide = dict(action_low=(-1.0,), action_high=(1.0,))  # whoever gives bounds knows them
+    assert commands.convert(str(mine), tmp_path / "wide.npz", **wide) == 0
+    assert commands.check(tmp_path / "wide.npz") == 0
+    assert "warning" not in capsys.readouterr().out
+
+
 def test_info_and_list_commands(tmp_path, capsys, monkeypatch):
     path = write(tmp_path / "cube-single-play-v0.npz", *healthy())
     with pytest.raises(UserError, match="did you mean cube-single-play-v0"):
@@ -261,12 +340,14 @@ def test_info_and_list_commands(tmp_path, capsys, monkeypatch):
     assert commands.info("cube-single-play") == 0
 
 
-def test_generate_command(tmp_path, monkeypatch):
+def test_generate_command(tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="no dataset is called"):
         commands.generate("cube-pentuple-play")
     monkeypatch.setenv("QHYER_DATA", str(tmp_path))
     assert commands.generate("pointmaze-medium-stitch", episodes=2, workers=1) == 0
+    capsys.readouterr()
     assert commands.check(tmp_path / "pointmaze-medium-stitch-v0.npz") == 0
+    assert "nothing wrong" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,22 @@ def test_demonstrations_come_by_number_and_by_mask(tmp_path, capsys):
     assert read_sealed_json(tmp_path / "valid.json")["split"] == "valid"
 
 
+def test_bounds_of_one_split_are_told_ready_for_the_other(tmp_path, capsys):
+    path = demos(tmp_path / "lift.hdf5", (30,) * 3, masks={"train": [0, 2], "valid": [1]})
+    assert run("data", "convert", path, tmp_path / "train.npz", "--split", "train", "--scale-actions") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "these bounds are those of split train alone. For another split give both conversions the same" in shown
+    given = shown.split("wider ones: ")[1].split(" wrote ")[0].split()
+    assert given[0] == "--action-low" and given[3] == "--action-high" and len(given) == 6
+    again = ["--split", "train", *given]
+    assert run("data", "convert", path, tmp_path / "again.npz", *again) == 0
+    assert "split train alone" not in capsys.readouterr().out  # they were given
+    first, second = (read_npz(tmp_path / name) for name in ("train.npz", "again.npz"))
+    assert all(np.array_equal(first[key], second[key]) for key in ("actions", "action_low", "action_high"))
+    assert run("data", "convert", path, tmp_path / "all.npz", "--scale-actions") == 0
+    assert "alone" not in capsys.readouterr().out
+
+
 def test_keys_are_chosen_when_converting(tmp_path, capsys):
     path, out = demos(tmp_path / "lift.hdf5"), tmp_path / "lift.npz"
     assert run("data", "convert", path, out, "--keys", "robot0_eef_pos", "gripper") == 0

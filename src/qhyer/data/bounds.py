@@ -54,6 +54,12 @@ def told(low: np.ndarray, high: np.ndarray) -> str:
     return ", ".join(f"{column}: {a:.6g} to {b:.6g}" for column, (a, b) in enumerate(zip(low, high)))
 
 
+def options(low: np.ndarray, high: np.ndarray) -> str:
+    """Bounds as options of `qhyer data convert`: the same float32 numbers, without exponents."""
+    ends = (" ".join(np.format_float_positional(np.float32(x), trim="-") for x in end) for end in (low, high))
+    return "--action-low {} --action-high {}".format(*ends)
+
+
 def scaled(arrays: Arrays, low: Sequence[float] = (), high: Sequence[float] = ()) -> tuple[Arrays, list[str]]:
     """A dataset's arrays with actions in [-1, 1] and the bounds they had, and what was done in words.
 

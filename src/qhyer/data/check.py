@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,12 +16,18 @@ import numpy as np
 class Problem:
     severity: Literal["error", "warning"]
     code: str
-    """short and stable: nan, shape, ends, range, bounds, jump, constant, duplicate, rewards"""
+    """short and stable: nan, shape, ends, range, bounds, small, jump, spike, constant, duplicate, rewards"""
     message: str
     """what was found, where, and what it means"""
+    brief: str = ""
+    """of warnings: the same in a few words, for those who did not ask"""
 
 
 ACTION_TOLERANCE = 1e-6
+# Actions of a column that all lie within this of 0 have other units, perhaps. In generated data each column reaches
+# 0.6 in any episode looked at (the least is cube-single-play's 0.62, of 300 episodes); metres or radians in a robot's
+# step are a few hundredths.
+SMALL = 0.2
 LARGEST = float(np.finfo(np.float32).max)
 BLOCK = 1 << 15  # rows looked at together: bounds the memory, whatever the size of the dataset
 SAMPLED_STEPS = 1 << 17  # steps that estimate what is typical
@@ -31,12 +38,17 @@ JUMP_STD = 0.5  # and at least this share of the column's spread
 
 
 def find_problems(
-    observations: np.ndarray, actions: np.ndarray, terminals: np.ndarray, rewards: np.ndarray | None = None
+    observations: np.ndarray,
+    actions: np.ndarray,
+    terminals: np.ndarray,
+    rewards: np.ndarray | None = None,
+    *,
+    bounded: bool = False,
 ) -> list[Problem]:
-    """All problems, errors first. Never raises, whatever it is given."""
+    """All problems, errors first. Never raises, whatever it is given. `bounded`: the data have bounds of actions"""
     try:
         with np.errstate(all="ignore"):
-            problems = list(_find(np.asarray(observations), np.asarray(actions), np.asarray(terminals)))
+            problems = list(_find(np.asarray(observations), np.asarray(actions), np.asarray(terminals), bounded))
             wrong = None if rewards is None else wrong_rewards(np.asarray(rewards), len(np.asarray(observations)))
             problems += [_error("rewards", wrong)] if wrong else []
     except Exception as error:  # arrays of a kind nobody thought of
@@ -58,25 +70,34 @@ def describe(name: str, problems: Sequence[Problem]) -> str:
     return "\n".join([f"{name}:"] + [f"  {p.severity} [{p.code}] {p.message}" for p in problems])
 
 
-def _find(observations: np.ndarray, actions: np.ndarray, terminals: np.ndarray) -> Iterator[Problem]:
+def in_brief(problems: Sequence[Problem], file: str = "") -> str:
+    """The warnings among them in a line; nothing where there are none."""
+    told = "; ".join(problem.brief for problem in problems if problem.severity == "warning")
+    return f"{told} (`qhyer data check {shlex.quote(file)}` says more)" if told and file else told
+
+
+def _find(
+    observations: np.ndarray, actions: np.ndarray, terminals: np.ndarray, bounded: bool = False
+) -> Iterator[Problem]:
     shapes = list(_shapes(observations, actions, terminals))
     yield from shapes
     if shapes:
         return  # nothing below can be trusted
-    finite = [*_not_finite("observations", observations, None), *_not_finite("actions", actions, terminals)]
-    yield from finite
+    whole, found = _not_finite("observations", observations, None)
+    usable, others = _not_finite("actions", actions, terminals)
+    yield from (*found, *others)
     ends = list(_ends(terminals))
     yield from ends
     if ends:
         return
+    # What is not finite hides nothing: the other rows are looked at all the same.
     last = np.flatnonzero(terminals)
-    if not any("actions" in problem.message for problem in finite):
-        yield from _range(actions, terminals)
-    if not finite:
-        yield from _jumps(observations, terminals, last)
-        yield from _constant("observations", observations, None)
-        yield from _constant("actions", actions, terminals)
-        yield from _duplicates(observations, actions, last)
+    usable &= terminals == 0
+    yield from _range(actions, usable, bounded)
+    yield from _jumps(observations, terminals, last, whole)
+    yield from _constant("observations", observations, whole)
+    yield from _constant("actions", actions, usable)
+    yield from _duplicates(observations, actions, last)
 
 
 # ----------------------------------------------------------------------------------------- shapes and ends
@@ -147,9 +168,11 @@ def _ends(terminals: np.ndarray) -> Iterator[Problem]:
 # ----------------------------------------------------------------------------------------- values
 
 
-def _not_finite(name: str, array: np.ndarray, terminals: np.ndarray | None) -> Iterator[Problem]:
+def _not_finite(name: str, array: np.ndarray, terminals: np.ndarray | None) -> tuple[np.ndarray, list[Problem]]:
+    """Which rows are finite, (N,), and what is wrong if some are not."""
+    fine = np.ones(len(array), bool)
     if array.dtype.kind != "f":
-        return
+        return fine, []
     count, first = 0, (0, 0)
     for begin, block in _blocks(array):
         bad = ~(np.abs(block) <= LARGEST)  # NaN, infinite, or infinite once it is float32
@@ -158,62 +181,80 @@ def _not_finite(name: str, array: np.ndarray, terminals: np.ndarray | None) -> I
                 row, column = np.argwhere(bad)[0]
                 first = (begin + int(row), int(column))
             count += int(bad.sum())
+            fine[begin : begin + len(block)] = ~bad.any(1)
     if not count:
-        return
+        return fine, []
     row, column = first
     hint = "remove or repair the episodes that hold them"
     if terminals is not None and terminals[row]:
         hint = "that row is a final state, whose action is never used; write zeros there"
-    yield _error(
+    problem = _error(
         "nan",
         f"{name} has {count} values that are not finite, the first is {array[row, column]} in row {row}, "
         f"column {column}: {hint}",
     )
+    return fine, [problem]
 
 
-def _range(actions: np.ndarray, terminals: np.ndarray) -> Iterator[Problem]:
-    low, high, count, first = _extremes(actions, terminals)
+def _range(actions: np.ndarray, used: np.ndarray, bounded: bool) -> Iterator[Problem]:
+    low, high, count, first = _extremes(actions, used)
     limit = 1.0 + ACTION_TOLERANCE
     columns = np.flatnonzero((low < -limit) | (high > limit))
-    if not len(columns):
-        return
-    spans = ", ".join(f"{c}: {low[c]:.7g} to {high[c]:.7g}" for c in columns[:8]) + _more(columns, 8)
-    yield _error(
-        "range",
-        f"actions must lie in [-1, 1]; {count} rows do not, the first is row {first} (by column: {spans}). "
-        "`qhyer data convert FILE OUT.npz --scale-actions` scales them, and policies then give actions in your units; "
-        "or do it by the bounds of your action space: actions = 2 * (actions - low) / (high - low) - 1",
-    )
+    if len(columns):
+        yield _error(
+            "range",
+            f"actions must lie in [-1, 1]; {count} rows do not, the first is row {first} (by column: "
+            f"{_spans(columns, low, high)}). "
+            "`qhyer data convert FILE OUT.npz --scale-actions` scales them, and policies then give actions in your "
+            "units; or do it by the bounds of your action space: actions = 2 * (actions - low) / (high - low) - 1",
+        )
+        return  # whoever scales them scales the small ones, too
+    small = np.flatnonzero((np.maximum(-low, high) <= SMALL + ACTION_TOLERANCE) & (low < high))
+    if len(small) and not bounded:
+        scales = "`qhyer data convert FILE OUT.npz --scale-actions`"
+        listed = ", ".join(map(str, small[:8])) + _more(small, 8)
+        yield _warning(
+            "small",
+            f"actions use little of [-1, 1] in some columns: {_spans(small, low, high)}. Metres or radians, perhaps? "
+            f"Policies learn such actions badly. {scales} maps each column to all of [-1, 1], and policies then give "
+            "actions in your units",
+            f"actions never leave [-{SMALL:g}, {SMALL:g}] in columns {listed}: if these have other units, {scales} "
+            "scales them",
+        )
 
 
-def _extremes(actions: np.ndarray, terminals: np.ndarray) -> tuple[np.ndarray, np.ndarray, int, int]:
+def _spans(columns: np.ndarray, low: np.ndarray, high: np.ndarray) -> str:
+    return ", ".join(f"{c}: {low[c]:.7g} to {high[c]:.7g}" for c in columns[:8]) + _more(columns, 8)
+
+
+def _extremes(actions: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray, int, int]:
     """Least and greatest action in each column, how many rows are out of range, and the first such row."""
     limit = 1.0 + ACTION_TOLERANCE
     low = np.full(actions.shape[1], np.inf)
     high = np.full(actions.shape[1], -np.inf)
     count, first = 0, -1
     for begin, block in _blocks(actions):
-        kept = np.flatnonzero(terminals[begin : begin + len(block)] == 0)  # the others are final states
+        kept = np.flatnonzero(used[begin : begin + len(block)])
         if not len(kept):
             continue
-        used = block[kept].astype(np.float64)
-        low, high = np.minimum(low, used.min(0)), np.maximum(high, used.max(0))
-        outside = (np.abs(used) > limit).any(1)
+        values = block[kept].astype(np.float64)
+        low, high = np.minimum(low, values.min(0)), np.maximum(high, values.max(0))
+        outside = (np.abs(values) > limit).any(1)
         if outside.any() and first < 0:
             first = begin + int(kept[np.argmax(outside)])
         count += int(outside.sum())
     return low, high, count, first
 
 
-def _jumps(observations: np.ndarray, terminals: np.ndarray, last: np.ndarray) -> Iterator[Problem]:
-    """Steps far larger than is usual, inside an episode: most often an end that was not marked.
+def _jumps(observations: np.ndarray, terminals: np.ndarray, last: np.ndarray, whole: np.ndarray) -> Iterator[Problem]:
+    """Steps far larger than is usual, inside an episode: most often an end that was not marked, or one bad row.
 
     Columns that mostly stand still (switches, buttons, drawers) may jump. A step is far in one column
     beyond 20 times the 99.9% step, or in half of the columns, two at least, beyond 10 times the 99% step:
     unmarked ends are more than 0.1% of the rows when episodes are short, and would hide themselves in the former.
     """
     steps = len(observations) - 1
-    inside = terminals[:-1] == 0
+    inside = (terminals[:-1] == 0) & whole[:-1] & whole[1:]
     chosen = np.flatnonzero(inside)
     if len(chosen) < 100:
         return  # too few to say what is usual
@@ -231,13 +272,34 @@ def _jumps(observations: np.ndarray, terminals: np.ndarray, last: np.ndarray) ->
     limit_one = np.maximum(JUMP_ONE * large, spread)
     limit_most = np.maximum(JUMP_MOST * usual, spread)
     together = max(min(2, len(moving)), math.ceil(len(moving) / 2))  # of x, y, vx, vy two: velocities do not jump
+
+    def far(step: np.ndarray) -> np.ndarray:  # (n, moving columns) -> (n,)
+        return (step > limit_one).any(1) | ((step > limit_most).sum(1) >= together)
+
     found: list[np.ndarray] = []
     for begin in range(0, steps, BLOCK):
         block = _float(observations[begin : begin + BLOCK + 1][:, moving])
         step = np.abs(np.diff(block, axis=0))
-        far = (step > limit_one).any(1) | ((step > limit_most).sum(1) >= together)
-        found.append(begin + np.flatnonzero(far & inside[begin : begin + len(step)]))
+        found.append(begin + np.flatnonzero(far(step) & inside[begin : begin + len(step)]))
     rows = np.concatenate(found)
+    # There and back again in two steps: one bad row. An end that was not marked does not come back.
+    there = rows[:-1][np.diff(rows) == 1]
+    across = np.abs(_float(observations[there + 2]) - _float(observations[there]))[:, moving]
+    there = there[~far(across)]
+    if len(there):
+        row = int(there[0]) + 1
+        before, value, after = _float(observations[row - 1 : row + 2])[:, moving]
+        worst = int(np.argmax(np.abs(value - before) / limit_most))
+        episode = int(np.searchsorted(last, row))
+        yield _warning(
+            "spike",
+            f"{len(there)} single rows lie far from the rows before and after them, the first is row {row} of episode "
+            f"{episode}: column {moving[worst]} is {value[worst]:.4g} between {before[worst]:.4g} and "
+            f"{after[worst]:.4g}. Most often a reading that failed (or an angle that flipped); repair the row, or "
+            "leave the episode out",
+            f"{len(there)} single rows lie far from their neighbours, the first is row {row}: readings that failed?",
+        )
+    rows = np.setdiff1d(rows, np.concatenate([there, there + 1]))
     if not len(rows):
         return
     row = int(rows[0])
@@ -250,11 +312,14 @@ def _jumps(observations: np.ndarray, terminals: np.ndarray, last: np.ndarray) ->
         f" of episode {episode}: column {column} moves by {size[worst]:.4g}, where 99 of 100 steps are below "
         f"{usual[worst]:.4g}. "
         "Most often an episode's end was not marked there",
+        f"{len(rows)} steps inside an episode are far larger than usual, the first after row {row}: an end that was "
+        "not marked?",
     )
 
 
-def _constant(name: str, array: np.ndarray, terminals: np.ndarray | None) -> Iterator[Problem]:
-    kept = np.ones(len(array), bool) if terminals is None else terminals == 0
+def _constant(name: str, array: np.ndarray, kept: np.ndarray) -> Iterator[Problem]:
+    if not kept.any():
+        return
     first = array[np.argmax(kept)]
     constant = np.ones(array.shape[1], bool)
     for begin, block in _blocks(array):
@@ -272,7 +337,8 @@ def _constant(name: str, array: np.ndarray, terminals: np.ndarray | None) -> Ite
         meaning = "no policy can learn to use them"
     else:
         meaning = "they say nothing; leave them out, and out of the goal"
-    yield _warning("constant", f"{name} has columns that never change: {listed}; {meaning}")
+    brief = f"{name} never change in columns {', '.join(map(str, columns[:8]))}{_more(columns, 8)}"
+    yield _warning("constant", f"{name} has columns that never change: {listed}; {meaning}", brief)
 
 
 def _duplicates(observations: np.ndarray, actions: np.ndarray, last: np.ndarray) -> Iterator[Problem]:
@@ -294,6 +360,7 @@ def _duplicates(observations: np.ndarray, actions: np.ndarray, last: np.ndarray)
         "duplicate",
         f"{len(twins)} of {len(last)} episodes repeat an earlier one exactly ({listed}): was a file joined "
         "twice, or a seed used twice? They count double, and validation data among them is no validation",
+        f"{len(twins)} of {len(last)} episodes repeat an earlier one exactly",
     )
 
 
@@ -317,5 +384,5 @@ def _error(code: str, message: str) -> Problem:
     return Problem("error", code, message)
 
 
-def _warning(code: str, message: str) -> Problem:
-    return Problem("warning", code, message)
+def _warning(code: str, message: str, brief: str) -> Problem:
+    return Problem("warning", code, message, brief)

@@ -10,11 +10,22 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from qhyer.data import bounds, hdf5, pieces, registry
 from qhyer.data import check as checks
-from qhyer.data.episodes import FILES, HDF5, end_flags, goal_columns, goal_rewards, read_arrays, read_npz, stored_goal
+from qhyer.data.episodes import (
+    FILES,
+    HDF5,
+    columns_told,
+    end_flags,
+    goal_columns,
+    goal_rewards,
+    read_arrays,
+    read_npz,
+    stored_goal,
+)
 from qhyer.data.generate.ant_config import AntConfig
 from qhyer.data.generate.runner import generate as run_generation
 from qhyer.errors import DataError, UserError
@@ -68,14 +79,29 @@ def generate(
     return 0
 
 
-def check(path: Path, /) -> int:
-    """Look for what is wrong with a dataset. The exit code is 1 if it cannot be trained on.
+def check(*paths: tyro.conf.Positional[Path]) -> int:
+    """Look for what is wrong with datasets, each on its own. The exit code is 1 if one cannot be trained on.
 
     Args:
-        path: an npz file, yours or OGBench's, HDF5 of D4RL, Minari or robomimic, or the name of a dataset
+        paths: npz files, yours or OGBench's, HDF5 of D4RL, Minari or robomimic, or names of datasets
     """
-    path = _locate(str(path))
+    if not paths:
+        raise UserError("name at least one dataset: qhyer data check FILE...")
     console = Console(highlight=False, soft_wrap=True)
+    bad = 0
+    for path in paths:
+        try:
+            bad += _check(path, console)
+        except UserError as error:
+            if len(paths) == 1:
+                raise
+            console.print(f"{path}: {error}", markup=False)  # the others need not wait for it
+            bad += 1
+    return 1 if bad else 0
+
+
+def _check(path: Path, console: Console) -> int:
+    path = _locate(str(path))
     try:
         arrays, notes = _read(path)
     except DataError as error:
@@ -93,7 +119,7 @@ def check(path: Path, /) -> int:
     if not problems:
         rows, episodes = len(arrays["observations"]), int(np.sum(arrays["terminals"] != 0))
         _, goal = _goal(path, arrays)
-        console.print(f"{path}: nothing wrong in {rows} rows, {episodes} episodes; goal: {goal}")
+        console.print(f"{path}: nothing wrong in {rows} rows, {episodes} episodes; goal: {goal}", markup=False)
         return 0
     console.print(checks.describe(str(path), problems), markup=False)
     errors = sum(problem.severity == "error" for problem in problems)
@@ -107,7 +133,13 @@ def _goal(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[tuple[int, ...]
     dataset = registry.DATASETS.get(path.stem.removesuffix("-val"))
     goal = _stored_columns(arrays) if dataset is None else dataset.goal_indices
     some = len(goal) < arrays["observations"].shape[1]
-    return goal, f"columns {', '.join(map(str, goal))}" if some else "all columns (--goal of train names fewer)"
+    told = columns_told(goal, _names(arrays) if dataset is None else None)
+    return goal, f"columns {told}" if some else "all columns (--goal of train names fewer)"
+
+
+def _names(arrays: Mapping[str, np.ndarray]) -> list[str] | None:
+    names = arrays.get("observation_names")
+    return None if names is None else [str(name) for name in np.ravel(names)]
 
 
 def _with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -119,7 +151,7 @@ def _with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _problems(arrays: Mapping[str, np.ndarray]) -> list[checks.Problem]:
     needed = (arrays["observations"], arrays["actions"], arrays["terminals"])
-    problems = checks.find_problems(*needed, arrays.get("rewards"))
+    problems = checks.find_problems(*needed, arrays.get("rewards"), bounded=bounds.NAMES[0] in arrays)
     if any(problem.code == "shape" for problem in problems):
         return problems
     wrong = bounds.wrong_bounds(arrays["actions"].shape[1], *map(arrays.get, bounds.NAMES))
@@ -135,7 +167,7 @@ def info(name_or_path: str, /) -> int:
     path = _locate(name_or_path)
     arrays = _with_flags(read_arrays(path))
     observations, actions = np.asarray(arrays["observations"]), np.asarray(arrays["actions"])
-    problems = checks.find_problems(observations, actions, arrays["terminals"])
+    problems = _problems(arrays)
     if any(problem.code == "shape" for problem in problems):
         raise UserError(f"{path} is not a usable dataset; `qhyer data check {path}` says what is wrong")
     console = Console(highlight=False, soft_wrap=True)
@@ -152,7 +184,10 @@ def info(name_or_path: str, /) -> int:
     units = [arrays[name] for name in bounds.NAMES if name in arrays]
     if len(units) == 2 and bounds.wrong_bounds(actions.shape[1], *units) is None:
         facts.add_row("own units", f"-1 and 1 of actions stand for {bounds.told(*units)}")
-    facts.add_row("goal", told)
+    small = [problem.brief for problem in problems if problem.code == "small"]
+    if small:
+        facts.add_row("warning", *small)
+    facts.add_row("goal", escape(told))
     others = sorted(set(arrays) - {"observations", "actions", "terminals"})
     if others:
         facts.add_row("also", ", ".join(f"{key} {arrays[key].shape}" for key in others))
@@ -231,11 +266,12 @@ def convert(
         arrays = pieces.recut(arrays)
         notes.append("cut where a goal was reached")
     scaling = scale_actions or bool(action_low or action_high)
-    _refuse(path, arrays, *(["range"] if scaling else []))
+    problems = _refuse(path, arrays, *(["range"] if scaling else []))
     if scaling:
         arrays, said = bounds.scaled(arrays, action_low, action_high)
         notes += said
-        _refuse(path, arrays)
+        problems = _refuse(path, arrays)
+    of_their_own = scale_actions and split is not None and not (action_low or action_high)
     sidecar = out.with_suffix(".json")
     sidecar.unlink(missing_ok=True)
     with atomic_file(out) as temporary:
@@ -251,6 +287,14 @@ def convert(
     console = Console(highlight=False, soft_wrap=True)
     for note in notes:
         console.print(f"{path.name}: {note}", markup=False)
+    if of_their_own:
+        console.print(
+            f"{path.name}: these bounds are those of split {split} alone. For another split give both conversions the "
+            f"same, these or wider ones: {bounds.options(arrays['action_low'], arrays['action_high'])}",
+            markup=False,
+        )
+    if dataset is None and (found := checks.in_brief(problems, str(out))):
+        console.print(f"{path.name}: warning: {found}", markup=False)
     console.print(f"wrote {out}: {rows:,} rows, {episodes:,} episodes")
     return 0
 
@@ -317,11 +361,12 @@ def _turned(path: Path, arrays: dict[str, np.ndarray], environment: str) -> dict
     return turned
 
 
-def _refuse(path: Path, arrays: Mapping[str, np.ndarray], *but: str) -> None:
-    """An error if the check finds one, but for those of some codes."""
+def _refuse(path: Path, arrays: Mapping[str, np.ndarray], *but: str) -> list[checks.Problem]:
+    """An error if the check finds one, but for those of some codes; else what it found."""
     problems = _problems(arrays)
     if any(problem.severity == "error" and problem.code not in but for problem in problems):
         raise DataError(checks.describe(str(path), problems))
+    return problems
 
 
 def _read(path: Path, keys: Sequence[str] = (), split: str | None = None) -> tuple[dict[str, np.ndarray], list[str]]:
@@ -335,9 +380,7 @@ def _read(path: Path, keys: Sequence[str] = (), split: str | None = None) -> tup
 
 def _stored_columns(arrays: Mapping[str, np.ndarray]) -> tuple[int, ...]:
     """The goal's columns as the file itself names them; all of them when it does not."""
-    names = arrays.get("observation_names")
-    known = None if names is None else [str(name) for name in np.ravel(names)]
-    return goal_columns(stored_goal(arrays), known, arrays["observations"].shape[1])
+    return goal_columns(stored_goal(arrays), _names(arrays), arrays["observations"].shape[1])
 
 
 def _locate(name_or_path: str) -> Path:

@@ -17,6 +17,7 @@ Data whose actions had other units have `action_low` and `action_high`: what -1 
 from __future__ import annotations
 
 import hashlib
+import logging
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from qhyer.config import to_dict
 from qhyer.data import bounds, check
 from qhyer.errors import CorruptFile, DataError, UserError, did_you_mean
 from qhyer.storage import read_sealed_json, sha256_file
+
+log = logging.getLogger(__name__)
 
 HDF5 = (".hdf5", ".h5")
 FILES = (".npz", *HDF5)
@@ -89,6 +92,9 @@ class Episodes:
         rewards: Tensor | None = None,
         action_low: Tensor | None = None,
         action_high: Tensor | None = None,
+        *,
+        observation_names: Sequence[str] | None = None,
+        warnings: Sequence[check.Problem] = (),
     ) -> None:
         self.name = name
         self.fingerprint = fingerprint
@@ -99,6 +105,8 @@ class Episodes:
         self.goal_indices = tuple(int(i) for i in goal_indices)
         self.rewards = rewards  # (N,) float32, or None where success is all there is
         self.action_low, self.action_high = action_low, action_high  # (d_a,) float32, or None
+        self.observation_names = None if observation_names is None else tuple(observation_names)
+        self.warnings = tuple(warnings)  # the check's, where nobody has been told yet
         lengths = self.ends - self.starts  # (E,) transitions per episode
         # Row -> row of its episode's final state, and the rows that start a transition (all but the final states).
         self.end_of = torch.repeat_interleave(self.ends, lengths + 1)  # (N,)
@@ -137,13 +145,39 @@ class Episodes:
         goal          the coordinates that make the goal, by index or by name; all of them when not given
         rewards       (N,), for agents that learn from rewards: what being in the row's state is worth
         action_low    (d_a,), with action_high: what -1 and 1 stand for, where actions were scaled (`data.bounds`)
+
+        What the check warns of is logged.
         """
+        made = cls._checked(
+            observations, actions, ends, goal, observation_names, name, device, rewards, action_low, action_high
+        )
+        if made.warnings:
+            log.warning("%s", check.describe(name, made.warnings))
+            made.warnings = ()
+        return made
+
+    @classmethod
+    def _checked(
+        cls,
+        observations: Any,
+        actions: Any,
+        ends: Any,
+        goal: Sequence[int] | Sequence[str] | None,
+        observation_names: Sequence[str] | None,
+        name: str,
+        device: str | torch.device,
+        rewards: Any,
+        action_low: Any,
+        action_high: Any,
+    ) -> Episodes:
+        """`from_arrays`, but the warnings are kept for whoever asked."""
         try:
             observations, actions, ends = np.asarray(observations), np.asarray(actions), np.asarray(ends)
         except ValueError as error:
             raise DataError(f"{name}: not an array, rows of unequal length? ({error})") from None
         flags = end_flags(ends, observations.shape[0] if observations.ndim else 0)
-        problems = check.find_problems(observations, actions, flags)
+        bounded = action_low is not None
+        problems = check.find_problems(observations, actions, flags, bounded=bounded)
         errors = [p for p in problems if p.severity == "error"]
         if errors:
             raise DataError(check.describe(name, errors))
@@ -169,6 +203,8 @@ class Episodes:
             digest.hexdigest(),
             None if brought is None else torch.from_numpy(brought),
             *map(torch.from_numpy, span),
+            observation_names=observation_names,
+            warnings=problems,
         ).to(device)
 
     @classmethod
@@ -187,6 +223,7 @@ class Episodes:
 
         With `task_goal` the rewards are those of this goal: 1 in states within `radius` of it.
         With `pieces` a walk over several goals becomes an episode for each, where the data say when they were reached.
+        What the check warns of is kept in `warnings`.
         """
         arrays = read_arrays(path)
         if pieces and "arrivals" in arrays:
@@ -198,17 +235,17 @@ class Episodes:
         if goal is None:
             goal = stored_goal(arrays)
         names = arrays.get("observation_names")
-        return cls.from_arrays(
+        return cls._checked(
             arrays["observations"],
             arrays["actions"],
             arrays["terminals"],
-            goal=goal,
-            observation_names=None if names is None else [str(n) for n in np.ravel(names)],
-            name=name or own_name(Path(path)),
-            device=device,
-            rewards=arrays.get("rewards"),
-            action_low=arrays.get("action_low"),
-            action_high=arrays.get("action_high"),
+            goal,
+            None if names is None else [str(n) for n in np.ravel(names)],
+            name or own_name(Path(path)),
+            device,
+            arrays.get("rewards"),
+            arrays.get("action_low"),
+            arrays.get("action_high"),
         )
 
     # ------------------------------------------------------------------------------------------------- using
@@ -236,6 +273,8 @@ class Episodes:
             self.name,
             self.fingerprint,
             *(None if each is None else each.to(device) for each in (self.rewards, self.action_low, self.action_high)),
+            observation_names=self.observation_names,
+            warnings=self.warnings,
         )
 
     def spec(self) -> DataSpec:
@@ -306,6 +345,11 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
             "terminals (N,) with 1 on each episode's last row"
         )
     return arrays
+
+
+def columns_told(columns: Sequence[int], names: Sequence[str] | None) -> str:
+    """Columns of observations by name, where they have names, else by number."""
+    return ", ".join(str(column) if names is None else names[column] for column in columns)
 
 
 def coordinate(text: str) -> int | str:
