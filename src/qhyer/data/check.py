@@ -60,7 +60,8 @@ def wrong_rewards(rewards: np.ndarray, rows: int) -> str | None:
     """What is wrong with them, if anything is: one finite number for each row."""
     if rewards.shape != (rows,) or rewards.dtype.kind not in "fiub":
         return f"rewards has shape {rewards.shape} ({rewards.dtype}); give {rows} numbers, one a row"
-    finite = np.isfinite(rewards.astype(np.float32))  # as they are kept
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is told
+        finite = np.isfinite(rewards.astype(np.float32))  # as they are kept
     if not finite.all():
         return f"rewards has values that are not finite, the first in row {int(np.argmin(finite))}"
     return None
