@@ -10,11 +10,16 @@ import torch
 from qhyer.nn.hybrid import Backbone, HybridBlock, HybridDecoder, first_of_steps
 
 BACKBONES = typing.get_args(Backbone)
+KINDS = [*BACKBONES, "mamba2", "hybrid mamba2"]
 
 
 def decoder(backbone: str = "hybrid", dropout: float = 0.0, layers: int = 2) -> HybridDecoder:
+    """Of a backbone, or of one with Mamba-2."""
     torch.manual_seed(0)
-    net = HybridDecoder(12, layers, 3, dropout, backbone, state_size=4)
+    backbone, ssm = {"mamba2": ("mamba", "mamba2"), "hybrid mamba2": ("hybrid", "mamba2")}.get(
+        backbone, (backbone, "mamba")
+    )
+    net = HybridDecoder(12, layers, 3, dropout, backbone, state_size=4, ssm=ssm)
     with torch.no_grad():
         for block in net.blocks:
             if block.gate is not None:  # away from its start, alpha = 1/2 everywhere
@@ -23,7 +28,7 @@ def decoder(backbone: str = "hybrid", dropout: float = 0.0, layers: int = 2) -> 
     return net.eval()
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone", KINDS)
 def test_causality(backbone):
     """Perturbing a token never moves an earlier output, to the last bit, and moves its own."""
     net = decoder(backbone)
@@ -41,7 +46,7 @@ def test_causality(backbone):
     assert (jacobian.triu(1) == 0).all() and (jacobian.tril() > 0).sum() == 45  # all of the past is used, no future
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone", KINDS)
 @pytest.mark.parametrize("parts", [(1,) * 8, (5, 1, 1, 1), (3, 4, 1), (8,)])
 def test_cache_equals_one_pass(backbone, parts):
     net = decoder(backbone)

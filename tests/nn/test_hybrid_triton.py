@@ -10,14 +10,16 @@ pytest.importorskip("triton")
 from qhyer.nn import hybrid_triton
 from qhyer.nn.attention_triton import short_attention
 from qhyer.nn.hybrid import HybridDecoder, first_of_steps
+from qhyer.nn.mamba2 import Mamba2
 from qhyer.nn.mamba_triton import conv_silu, gated_scan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KINDS = [("hybrid", "mamba"), ("attention", "mamba"), ("mamba", "mamba"), ("hybrid", "mamba2"), ("mamba", "mamba2")]
 
 
-def make(backbone: str, dropout: float = 0.0) -> HybridDecoder:
+def make(backbone: str, dropout: float = 0.0, ssm: str = "mamba") -> HybridDecoder:
     torch.manual_seed(0)
-    decoder = HybridDecoder(32, 2, 2, dropout, backbone, 4)
+    decoder = HybridDecoder(32, 2, 2, dropout, backbone, 4, ssm)
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -35,10 +37,10 @@ def outcome(
     return h.detach(), {"x": x.grad, **{name: p.grad for name, p in decoder.named_parameters()}}
 
 
-@pytest.mark.parametrize("backbone", ["hybrid", "attention", "mamba"])
+@pytest.mark.parametrize(("backbone", "ssm"), KINDS)
 @pytest.mark.parametrize("length", [1, 7])
-def test_fused_pass_is_the_plain_one(backbone, length, monkeypatch):
-    decoder, x = make(backbone), torch.randn(2, length, 32, device=DEVICE)
+def test_fused_pass_is_the_plain_one(backbone, ssm, length, monkeypatch):
+    decoder, x = make(backbone, ssm=ssm), torch.randn(2, length, 32, device=DEVICE)
     monkeypatch.setenv("QHYER_TRITON", "0")
     h_ref, grads_ref = outcome(decoder, x)
     monkeypatch.setenv("QHYER_TRITON", "interpret")
@@ -84,9 +86,10 @@ def test_windows_that_do_not_fit_take_the_plain_way(monkeypatch):
     assert cache  # only the plain way makes one
 
 
-def test_half_precision_products_stay_close(monkeypatch):
+@pytest.mark.parametrize("ssm", ["mamba", "mamba2"])
+def test_half_precision_products_stay_close(ssm, monkeypatch):
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter multiplies no bfloat16
-    decoder, x = make("hybrid"), torch.randn(2, 7, 32, device=DEVICE)
+    decoder, x = make("hybrid", ssm=ssm), torch.randn(2, 7, 32, device=DEVICE)
     monkeypatch.setenv("QHYER_TRITON", "0")
     h_ref, grads_ref = outcome(decoder, x)
     monkeypatch.setenv("QHYER_TRITON", "interpret")
@@ -120,7 +123,12 @@ def composed(block, h, batch, seed, drop):
         qkv = (h @ block.attention.qkv.weight.to(h.dtype).t()).view(batch, -1, 3 * h.shape[1])
         o = short_attention(qkv, block.attention.qkv.bias, block.attention.heads, drop, seed)
         outputs.append(o.flatten(0, 1) @ block.attention.out.weight.to(h.dtype).t())
-    if (mamba := block.mamba) is not None:
+    mamba = block.mamba
+    if isinstance(
+        mamba, Mamba2
+    ):  # itself, in float32: the sizes of heads and states are what the kernels must get right
+        outputs.append(mamba(h.float().view(batch, -1, h.shape[1]))[0].flatten(0, 1).to(h.dtype))
+    elif mamba is not None:
         x, z = (h @ mamba.in_proj.weight.to(h.dtype).t()).view(batch, -1, 2 * mamba.inner).chunk(2, dim=-1)
         x = conv_silu(x, mamba.conv_weight, mamba.conv_bias, 0)
         sizes = [mamba.rank, mamba.state_size, mamba.state_size]
@@ -131,20 +139,20 @@ def composed(block, h, batch, seed, drop):
     return outputs
 
 
-def odd_block(backbone):
+def odd_block(backbone, ssm="mamba"):
     torch.manual_seed(0)
-    decoder = HybridDecoder(24, 1, 3, 0.0, backbone, 5).to(DEVICE)
+    decoder = HybridDecoder(24, 1, 3, 0.0, backbone, 5, ssm).to(DEVICE)
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     return decoder, decoder.blocks[0]
 
 
-@pytest.mark.parametrize("backbone", ["hybrid", "attention", "mamba"])
+@pytest.mark.parametrize(("backbone", "ssm"), KINDS)
 @pytest.mark.parametrize(("drop", "dtype"), [(0.0, torch.float32), (0.3, torch.float32), (0.3, torch.float16)])
-def test_branches_are_their_parts(backbone, drop, dtype):
+def test_branches_are_their_parts(backbone, ssm, drop, dtype):
     """Sizes that are no powers of two; dropout, too, since both draw by the same seed."""
-    decoder, block = odd_block(backbone)
+    decoder, block = odd_block(backbone, ssm)
     h = torch.randn(3 * 5, 24, device=DEVICE).to(dtype).requires_grad_()
     seed = torch.tensor([7], device=DEVICE)
     weights = hybrid_triton._Weights([block], decoder, dtype)
@@ -182,9 +190,11 @@ def test_the_same_inputs_give_the_same_bits(monkeypatch):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("backbone", [pytest.param("hybrid", marks=pytest.mark.slow), "attention", "mamba"])
-def test_operator_contract(backbone):
-    decoder, block = odd_block(backbone)
+@pytest.mark.parametrize(
+    ("backbone", "ssm"), [pytest.param("hybrid", "mamba", marks=pytest.mark.slow), *KINDS[1:3], KINDS[4]]
+)
+def test_operator_contract(backbone, ssm):
+    decoder, block = odd_block(backbone, ssm)
     called = {}
 
     def keep(*arguments):

@@ -30,7 +30,7 @@ from qhyer.nn import contrastive, cvae
 from qhyer.nn.bits import Bits
 from qhyer.nn.chance import next_rows
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
-from qhyer.nn.hybrid import Backbone, HybridDecoder
+from qhyer.nn.hybrid import Backbone, HybridDecoder, StateSpace
 from qhyer.nn.optim import adamw, warm_up, warm_up_cosine
 from qhyer.nn.scan import kernels
 from qhyer.nn.tokens import Tokenization, Tokens
@@ -104,6 +104,9 @@ class QHyerConfig(AgentConfig):
     """let the learning rate fall to zero along a cosine after the warm-up"""
     backbone: Backbone = "hybrid"
     """ablation: both branches, or one alone"""
+    ssm: StateSpace = "mamba"
+    """the Mamba of that branch; beyond the paper mamba2, whose channels share a decay per head, so that its scan is a
+    product of matrices: less work an update"""
     conditioning: Literal["flow", "none", "rtg"] = "flow"
     """ablation: what the Q token holds: the critic's Q, nothing (no token), or the return-to-go of the sparse reward"""
     critic: Literal["flow", "cvae", "contrastive"] = "flow"
@@ -246,7 +249,9 @@ class QHyer(Agent):
             config.tokenization,
             with_q=config.conditioning != "none",
         )
-        self.decoder = HybridDecoder(d, config.layers, config.heads, config.dropout, config.backbone, config.state_size)
+        self.decoder = HybridDecoder(
+            d, config.layers, config.heads, config.dropout, config.backbone, config.state_size, config.ssm
+        )
         self.q_head = nn.Linear(d, 1) if config.conditioning != "none" else None
         mixture = config.action_head != "gaussian"
         if config.action_head == "best_of_mixture":

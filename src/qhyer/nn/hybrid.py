@@ -3,7 +3,8 @@
     alpha = sigmoid(w^T x + b),   y = alpha y_attn + (1 - alpha) y_mamba        per token
     x <- x + y;   x <- x + MLP(LN(x))                                           pre-norm
 
-Both branches see the full normalised input. `backbone` selects one branch alone for the ablation.
+Both branches see the full normalised input. `backbone` selects one branch alone for the ablation, `ssm` the kind of
+Mamba.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from qhyer.nn.attention import CausalAttention, KeyValues
 from qhyer.nn.mamba import Mamba, MambaState
+from qhyer.nn.mamba2 import Mamba2
 from qhyer.nn.scan import kernels
 from qhyer.streams import Begun
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 Ready: TypeAlias = "Begun[_Weights]"
 """what the fused pass makes of a decoder's weights alone, begun"""
 Backbone = Literal["hybrid", "attention", "mamba"]
+StateSpace = Literal["mamba", "mamba2"]
+MIXERS: dict[StateSpace, type[Mamba] | type[Mamba2]] = {"mamba": Mamba, "mamba2": Mamba2}
 
 
 class BlockCache(NamedTuple):
@@ -39,13 +43,19 @@ Cache = list[BlockCache]
 
 class HybridBlock(nn.Module):
     def __init__(
-        self, dim: int, heads: int, dropout: float, backbone: Backbone = "hybrid", state_size: int = 16
+        self,
+        dim: int,
+        heads: int,
+        dropout: float,
+        backbone: Backbone = "hybrid",
+        state_size: int = 16,
+        ssm: StateSpace = "mamba",
     ) -> None:
         super().__init__()
         self.backbone = backbone
         self.norm = nn.LayerNorm(dim)
         self.attention = CausalAttention(dim, heads, dropout) if backbone != "mamba" else None
-        self.mamba = Mamba(dim, state_size) if backbone != "attention" else None
+        self.mamba = MIXERS[ssm](dim, state_size) if backbone != "attention" else None
         self.gate = nn.Linear(dim, 1) if backbone == "hybrid" else None
         if self.gate is not None:
             nn.init.zeros_(self.gate.weight)  # alpha = 1/2 everywhere at the start
@@ -111,9 +121,10 @@ class HybridDecoder(nn.Module):
         dropout: float = 0.0,
         backbone: Backbone = "hybrid",
         state_size: int = 16,
+        ssm: StateSpace = "mamba",
     ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(HybridBlock(dim, heads, dropout, backbone, state_size) for _ in range(layers))
+        self.blocks = nn.ModuleList(HybridBlock(dim, heads, dropout, backbone, state_size, ssm) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
 
     def _fused(self, like: Tensor, length: int) -> torch.dtype | None:
@@ -166,7 +177,8 @@ class HybridDecoder(nn.Module):
 
     @torch.no_grad()
     def readout(self, x: Tensor) -> list[dict[str, Tensor]]:
-        """Per block, on these tokens: the gate alpha (B, L), Mamba's Delta_t (B, L, E) and A_bar_t (B, L, E, N)."""
+        """Per block, on these tokens: the gate alpha (B, L), Mamba's Delta_t (B, L, E) and A_bar_t (B, L, E, N), of
+        Mamba-2 (B, L, H) and (B, L, H, 1)."""
         readouts = []
         for block in self.blocks:
             assert isinstance(block, HybridBlock)

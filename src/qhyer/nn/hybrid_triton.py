@@ -5,50 +5,41 @@ attention, `bias_gelu`, and Mamba's convolution and scan. Biases are added, and 
 that reads the product. The residual stream is float32, what enters a product has its dtype (bfloat16 under autocast).
 Same function as `HybridDecoder.forward`, which is the reference; tests compare values and gradients.
 
-A block's branches are one operation, `branches`, with a backward written out. Queries, keys, values, x and z are
-columns of one product; their gradients are written into columns of one matrix, so that the gradient of h, and that of
-the stacked weights, is one product, too. Where a tensor has two readers, the second gradient is accumulated by the
-product that makes it. Autograd would add, join and cast instead, each time in a pass over memory.
+A block's branches are one operation, `branches` (`branches_triton.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from qhyer.nn import attention_triton as attending
-from qhyer.nn import mamba_triton as scanning
+from qhyer.nn import mamba2_triton
 from qhyer.nn.attention_triton import MAX_LENGTH, shared_bytes, shared_memory
-from qhyer.nn.products_triton import weight_gradient
+from qhyer.nn.branches_triton import ALIGNED, branches, put_weight
+from qhyer.nn.mamba2 import Mamba2
 from qhyer.nn.seam_triton import bias_gelu, bias_gelu_backward, seam
-from qhyer.streams import aside, begin, fork
+from qhyer.streams import begin
 
 if TYPE_CHECKING:
     from qhyer.nn.attention import CausalAttention
     from qhyer.nn.hybrid import HybridBlock, HybridDecoder, Ready
 
 
-Branch = Callable[[], list[Tensor]]
-
-
 def fits(decoder: HybridDecoder, length: int, dtype: torch.dtype) -> bool:
     """Whether the kernels can hold such windows: attention keeps a window's queries, keys, values and scores on the
-    chip at once."""
+    chip at once, and so does Mamba-2."""
     attention = cast("CausalAttention | None", decoder.blocks[0].attention)
-    if attention is None:
-        return True
-    head = attention.out.in_features // attention.heads
-    room = shared_memory(attention.out.weight.device)
-    return length <= MAX_LENGTH and head <= 128 and shared_bytes(length, head, dtype) <= room
-
-
-def _weight(grad: Tensor, x: Tensor, of: Tensor) -> Tensor:
-    """A weight's gradient, put aside."""
-    return aside(lambda: weight_gradient(grad, x), (grad, x), of)
+    mamba = decoder.blocks[0].mamba
+    room = shared_memory(decoder.norm.weight.device)
+    if attention is not None:
+        head = attention.out.in_features // attention.heads
+        if length > MAX_LENGTH or head > 128 or shared_bytes(length, head, dtype) > room:
+            return False
+    return not isinstance(mamba, Mamba2) or mamba2_triton.fits(mamba, length, dtype, room)
 
 
 class _Middle(torch.autograd.Function):
@@ -71,9 +62,9 @@ class _Middle(torch.autograd.Function):
     @once_differentiable  # the low weights are apart from those they are made of
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
         h, u, y, bias, up, down, up_low, down_low = ctx.saved_tensors
-        ddown = _weight(grad, y, down)  # waits for nothing that this makes
+        ddown = put_weight(grad, y, down)  # waits for nothing that this makes
         du, dbias = bias_gelu_backward(u, bias, grad @ down_low)
-        return du @ up_low, _weight(du, h, up), dbias.to(bias.dtype), ddown, None, None
+        return du @ up_low, put_weight(du, h, up), dbias.to(bias.dtype), ddown, None, None
 
 
 class _Weights:
@@ -94,9 +85,13 @@ class _Weights:
             if same and len(parts) == 1:
                 stack = parts[0].detach()
             else:
-                stack = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1], dtype=dtype)
+                used = sum(map(len, parts))
+                rows = -(-used // ALIGNED) * ALIGNED
+                stack = parts[0].new_empty(rows, parts[0].shape[1], dtype=dtype)
+                if rows > used:
+                    stack[used:].zero_()
                 sources += parts
-                copies += stack.split([len(part) for part in parts])
+                copies += stack[:used].split([len(part) for part in parts])
             self.stacks.append(stack)
             stacked.update(map(id, parts))
         for layer in decoder.modules():
@@ -120,183 +115,6 @@ class _Weights:
         return self.low[id(layer.weight)]
 
 
-# ------------------------------------------------------------------------------------------------- a block's branches
-
-
-def _columns(projected: Tensor, attention: list[Tensor], batch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(M, 3 d + 2 E) -> queries, keys and values, x and z, (B, L, .) each; those of an absent branch are empty."""
-    packed = len(attention[0]) if attention else 0
-    rows = projected.view(batch, -1, projected.shape[1])
-    inner = (projected.shape[1] - packed) // 2
-    return rows[..., :packed], rows[..., packed : packed + inner], rows[..., packed + inner :]
-
-
-def _selection(selected: Tensor, rank: int, batch: int) -> tuple[Tensor, Tensor]:
-    """(M, R + 2 N) -> delta (M, R) and [B; C] (B, L, 2 N), where they lie."""
-    return selected[:, :rank], selected.view(batch, -1, selected.shape[1])[..., rank:]
-
-
-def _either(attend: Branch | None, scan: Branch | None, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """The branches that are there, side by side where there are two; nothing of one that is not."""
-    if attend is None or scan is None:
-        return attend() if attend else [], scan() if scan else []
-    return fork("branches", attend, scan, device)
-
-
-@torch.library.custom_op("qhyer::branches", mutates_args=())
-def branches(
-    h: Tensor, attention: list[Tensor], mamba: list[Tensor], low: list[Tensor], seed: Tensor, batch: int, heads: int,
-    drop: float,
-) -> list[Tensor]:  # fmt: skip
-    """The outputs of a block's branches of h (M, d): attention's, without its bias, and Mamba's, (M, d) each.
-
-    Parameters, none of a branch that is not there:
-      attention   qkv weight and bias, out weight
-      mamba       in_proj weight, conv weight and bias, x_proj weight, dt_proj weight and bias, A_log, D, out_proj
-                  weight
-      low         in h's dtype: the stack of qkv and in_proj; attention's out; Mamba's x_proj, dt_proj, out_proj, and A
-    -> the outputs, the product with the stack, and what backward needs of each branch: o; x' (after the convolution),
-    selected, dt, y.
-    """
-    projected = h @ low[0].t()
-    qkv, x, z = _columns(projected, attention, batch)
-
-    def attend() -> list[Tensor]:
-        o = attending.forward(qkv, attention[1], heads, drop, seed).flatten(0, 1)
-        return [o @ low[1].t(), o]
-
-    def scan() -> list[Tensor]:
-        _, conv_weight, conv_bias, _, _, bias, _, D, _ = mamba
-        x_proj, dt_proj, out_proj, A = low[-4:]
-        u = scanning.conv_forward(x, conv_weight, conv_bias, 0)
-        selected = u.flatten(0, 1) @ x_proj.t()
-        delta, BC = _selection(selected, dt_proj.shape[1], batch)
-        dt = delta @ dt_proj.t()
-        B, C = BC.chunk(2, dim=-1)
-        y, _ = scanning.scan_forward(u, dt.view(u.shape), bias, A, B, C, D, z, None, False)
-        y = y.flatten(0, 1)
-        return [y @ out_proj.t(), u.flatten(0, 1), selected, dt, y]
-
-    one, two = _either(attend if attention else None, scan if mamba else None, h.device)
-    return [*one[:1], *two[:1], projected, *one[1:], *two[1:]]
-
-
-@branches.register_fake
-def _(
-    h: Tensor, attention: list[Tensor], mamba: list[Tensor], low: list[Tensor], seed: Tensor, batch: int, heads: int,
-    drop: float,
-) -> list[Tensor]:  # fmt: skip
-    rows, dim = h.shape
-    outputs = [h.new_empty(rows, dim) for _ in range(bool(attention) + bool(mamba))]
-    kept = [len(low[0])]
-    if attention:
-        kept += [dim]
-    if mamba:
-        inner = len(mamba[7])
-        kept += [inner, len(mamba[3]), inner, inner]
-    return [*outputs, *(h.new_empty(rows, width) for width in kept)]
-
-
-@torch.library.custom_op("qhyer::branches_backward", mutates_args=())
-def branches_backward(
-    grads: list[Tensor], h: Tensor, attention: list[Tensor], mamba: list[Tensor], low: list[Tensor], kept: list[Tensor],
-    seed: Tensor, batch: int, heads: int, drop: float,
-) -> list[Tensor]:  # fmt: skip
-    """-> gradients: of h and the stack; of attention's bias and out weight; of Mamba's [conv weight; bias] in a row,
-    x_proj and dt_proj weights, [dt_proj bias; D] (2, E), A_log and out_proj weight. But for h's they are put aside."""
-    projected = kept[0]
-    dprojected = torch.empty_like(projected)
-    qkv, x, z = _columns(projected, attention, batch)
-    dqkv, dx, dz = _columns(dprojected, attention, batch)
-
-    def attend() -> list[Tensor]:
-        grad, o = grads[0], kept[1]
-        do = (grad @ low[1]).view(batch, -1, o.shape[1])
-        dbias = attending.backward(qkv, attention[1], heads, drop, seed, do, dqkv, aside)
-        return [dbias, _weight(grad, o, attention[2])]
-
-    def scan() -> list[Tensor]:
-        _, conv_weight, conv_bias, *of, bias, A_log, D, of_out = mamba
-        x_proj, dt_proj, out_proj, A = low[-4:]
-        grad, (u, selected, dt, y) = grads[-1], kept[-4:]
-        rank, inside = dt_proj.shape[1], x.shape
-        delta, BC = _selection(selected, rank, batch)
-        B, C = BC.chunk(2, dim=-1)
-        dselected = torch.empty_like(selected)
-        ddelta, dBC = _selection(dselected, rank, batch)
-        dy = (grad @ out_proj).view(inside)
-        du, ddt, sums, _ = scanning.scan_backward(
-            u.view(inside), dt.view(inside), bias, A, B, C, D, z, None, dy, None, dz, dBC, aside
-        )
-        ddt = ddt.flatten(0, 1)
-        torch.mm(ddt, dt_proj, out=ddelta)
-        du.view(-1, inside[-1]).addmm_(dselected, x_proj)  # u is read by x_proj and by the scan
-        dconv = scanning.conv_backward(x, conv_weight, conv_bias, du, 0, dx, aside)
-        dA, dvector = scanning.of_parameters(sums, inside[-1])
-        dA_log = aside(lambda: torch.mul(dA, A, out=torch.empty_like(A)), [dA, A], A_log)
-        weights = (_weight(*each) for each in ((dselected, u, of[0]), (ddt, delta, of[1]), (grad, y, of_out)))
-        dx_proj, ddt_proj, dout = weights
-        return [dconv, dx_proj, ddt_proj, dvector, dA_log, dout]
-
-    one, two = _either(attend if attention else None, scan if mamba else None, h.device)
-    return [dprojected @ low[0], _weight(dprojected, h, (attention or mamba)[0]), *one, *two]
-
-
-@branches_backward.register_fake
-def _(
-    grads: list[Tensor], h: Tensor, attention: list[Tensor], mamba: list[Tensor], low: list[Tensor], kept: list[Tensor],
-    seed: Tensor, batch: int, heads: int, drop: float,
-) -> list[Tensor]:  # fmt: skip
-    def full(*shape: int) -> Tensor:
-        return h.new_empty(shape, dtype=torch.float32)
-
-    found = [h.new_empty(h.shape), full(*low[0].shape)]
-    if attention:
-        found += [full(*attention[1].shape), full(*attention[2].shape)]
-    if mamba:
-        _, conv, _, x_proj, dt_proj, _, A_log, D, out_proj = mamba
-        convolution = (conv.numel() + len(D),)
-        shapes = [convolution, x_proj.shape, dt_proj.shape, (2, len(D)), A_log.shape, out_proj.shape]
-        found += [full(*shape) for shape in shapes]
-    return found
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    h, attention, mamba, low, seed, ctx.batch, ctx.heads, ctx.drop = inputs
-    ctx.counts = [len(attention), len(mamba), len(low)]
-    kept = output[bool(attention) + bool(mamba) :]
-    ctx.save_for_backward(h, seed, *attention, *mamba, *low, *kept)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    h, seed, *saved = ctx.saved_tensors
-    groups = []
-    for count in ctx.counts:
-        groups.append(saved[:count])
-        saved = saved[count:]
-    attention, mamba, low = groups
-    # The gradients of the outputs alone: nobody else sees what was kept.
-    given = [torch.zeros_like(h) if g is None else g for g in grads[: bool(attention) + bool(mamba)]]
-    found = branches_backward(given, h, attention, mamba, low, saved, seed, ctx.batch, ctx.heads, ctx.drop)
-    dh, dstack, *rest = found
-    packed = len(attention[0]) if attention else 0
-    dattention, dmamba = [], []
-    if attention:
-        dbias, dout = rest[:2]
-        dattention = [dstack[:packed], dbias, dout]
-    if mamba:
-        dconv, dx_proj, ddt_proj, dvector, dA_log, dout_proj = rest[-6:]
-        dmamba = [
-            dstack[packed:], *scanning.of_conv(dconv, mamba[1]), dx_proj, ddt_proj, dvector[0], dA_log, dvector[1],
-            dout_proj,
-        ]  # fmt: skip
-    return dh, dattention, dmamba, [None] * len(low), None, None, None, None
-
-
-branches.register_autograd(_backward, setup_context=_setup)
-
-
 def _branches(
     block: HybridBlock, h: Tensor, weights: _Weights, index: int, batch: int, seed: Tensor, drop: float
 ) -> tuple[Tensor, Tensor | None]:
@@ -308,11 +126,14 @@ def _branches(
         first = [attention.qkv.weight, attention.qkv.bias, attention.out.weight]
         low, heads = [*low, weights.of(attention.out)], attention.heads
     if (mamba := block.mamba) is not None:
-        second = [
-            mamba.in_proj.weight, mamba.conv_weight, mamba.conv_bias, mamba.x_proj.weight, mamba.dt_proj.weight,
-            mamba.dt_proj.bias, mamba.A_log, mamba.D, mamba.out_proj.weight,
-        ]  # fmt: skip
-        products = (mamba.x_proj, mamba.dt_proj, mamba.out_proj)
+        second = [mamba.in_proj.weight, mamba.conv_weight, mamba.conv_bias]
+        products = [mamba.out_proj]
+        if isinstance(mamba, Mamba2):
+            second += [mamba.dt_bias]
+        else:
+            second += [mamba.x_proj.weight, mamba.dt_proj.weight, mamba.dt_proj.bias]
+            products = [mamba.x_proj, mamba.dt_proj, *products]
+        second += [mamba.A_log, mamba.D, mamba.out_proj.weight]
         low = [*low, *(weights.of(layer) for layer in products), weights.A[index]]
     one, two, *_ = branches(h, first, second, low, seed, batch, heads, drop)
     return one, two if first and second else None

@@ -59,6 +59,28 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return _CausalConv.apply(x.to(dtype), weight, bias)
 
 
+def convolve(x: Tensor, weight: Tensor, bias: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
+    """SiLU of the causal convolution of x (B, L, E) after its `past` (B, width - 1, E), and the past of what follows.
+    Without one an episode begins: the rows before the first are zero."""
+    before = weight.shape[1] - 1
+    seen = x if past is None else torch.cat([past.to(x.dtype), x], dim=1)
+    missing = before if past is None else 0
+    if (fused := kernels(x)) is not None:
+        y = fused.conv_silu(seen, weight, bias, before - missing)
+    else:
+        y = F.silu(causal_conv(F.pad(seen, (0, 0, missing, 0)), weight, bias))
+    if missing:  # only a window that starts an episode, shorter than the convolution, lacks rows in its state
+        seen = F.pad(seen, (0, 0, max(0, before - seen.shape[1]), 0))
+    return y, seen[:, seen.shape[1] - before :]
+
+
+def step_biases(count: int) -> Tensor:
+    """softplus of them is log-uniform in [1e-3, 1e-1]: memories from tens to thousands of steps at the start. A
+    generic initialisation of biases would set every step to softplus(0) = 0.69 and forget at once."""
+    step = torch.exp(torch.rand(count) * (math.log(1e-1) - math.log(1e-3)) + math.log(1e-3))
+    return step + torch.log(-torch.expm1(-step))  # inverse of softplus
+
+
 class Mamba(nn.Module):
     def __init__(self, dim: int, state_size: int = 16, conv_width: int = 4, expand: int = 2) -> None:
         super().__init__()
@@ -72,12 +94,9 @@ class Mamba(nn.Module):
         self.A_log = nn.Parameter(torch.arange(1, state_size + 1).float().log().repeat(inner, 1))  # (E, N)
         self.D = nn.Parameter(torch.ones(inner))
         self.out_proj = nn.Linear(inner, dim, bias=False)
-        # softplus(bias) log-uniform in [1e-3, 1e-1]: memories from tens to thousands of steps at the start. A
-        # generic initialisation of Linear biases would set every step to softplus(0) = 0.69 and forget at once.
         with torch.no_grad():
             nn.init.uniform_(self.dt_proj.weight, -(rank**-0.5), rank**-0.5)
-            step = torch.exp(torch.rand(inner) * (math.log(1e-1) - math.log(1e-3)) + math.log(1e-3))
-            self.dt_proj.bias.copy_(step + torch.log(-torch.expm1(-step)))  # inverse of softplus
+            self.dt_proj.bias.copy_(step_biases(inner))
         for parameter in (self.A_log, self.D, self.dt_proj.bias):
             parameter.no_decay = True  # type: ignore[attr-defined]
 
@@ -99,24 +118,17 @@ class Mamba(nn.Module):
     def forward(self, v: Tensor, state: MambaState | None = None) -> tuple[Tensor, MambaState]:
         """v (B, L, d), continuing from `state` -> outputs (B, L, d) and the state after them."""
         x, z = self.in_proj(v).chunk(2, dim=-1)  # (B, L, E) each
-        seen = x if state is None else torch.cat([state.conv.to(x.dtype), x], dim=1)
-        past = self.conv_width - 1
-        missing = past + x.shape[1] - seen.shape[1]  # rows before the first are zero
-        ssm = None if state is None else state.ssm
+        conv, ssm = (None, None) if state is None else state
+        x, conv = convolve(x, self.conv_weight, self.conv_bias, conv)  # Eq. (6)
         if (fused := kernels(x)) is not None:
-            x = fused.conv_silu(seen, self.conv_weight, self.conv_bias, past - missing)  # Eq. (6)
             dt, B, C = self.x_proj(x).split([self.rank, self.state_size, self.state_size], dim=-1)
             dt = F.linear(dt, self.dt_proj.weight)  # its bias and softplus, the skip and the gate are in the kernel
             y, ssm = fused.gated_scan(x, dt, self.dt_proj.bias, self.A, B, C, self.D, z, ssm)
         else:
-            padded = F.pad(seen, (0, 0, missing, 0))
-            x = F.silu(causal_conv(padded, self.conv_weight, self.conv_bias))  # Eq. (6)
             delta, B, C = self._select(x)
             y, ssm = selective_scan(x, delta, self.A, B, C, self.D, ssm)
             y = y.to(v.dtype) * F.silu(z)
-        if missing:  # only a window that starts an episode, shorter than the convolution, lacks rows in its state
-            seen = F.pad(seen, (0, 0, max(0, past - seen.shape[1]), 0))
-        return self.out_proj(y), MambaState(seen[:, seen.shape[1] - past :], ssm)
+        return self.out_proj(y), MambaState(conv, ssm)
 
     def step(self, v: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
         """One token: v (B, d)."""
@@ -124,17 +136,14 @@ class Mamba(nn.Module):
             y, after = self(v[:, None], state)
             return y[:, 0], after
         x, z = self.in_proj(v).chunk(2, dim=-1)  # (B, E)
-        window = torch.cat([state.conv.to(x.dtype), x[:, None]], dim=1)  # (B, width, E)
-        x = F.silu(causal_conv(window, self.conv_weight, self.conv_bias)[:, 0])
-        delta, B, C = self._select(x)
-        y, ssm = selective_scan_step(x, delta, self.A, B, C, self.D, state.ssm)
-        return self.out_proj(y.to(v.dtype) * F.silu(z)), MambaState(window[:, 1:], ssm)
+        x, conv = convolve(x[:, None], self.conv_weight, self.conv_bias, state.conv)
+        delta, B, C = self._select(x[:, 0])
+        y, ssm = selective_scan_step(x[:, 0], delta, self.A, B, C, self.D, state.ssm)
+        return self.out_proj(y.to(v.dtype) * F.silu(z)), MambaState(conv, ssm)
 
     @torch.no_grad()
     def readout(self, v: Tensor) -> dict[str, Tensor]:
         """What the selection does on these inputs: Delta_t (B, L, E) and A_bar_t = exp(Delta_t A) (B, L, E, N)."""
         x, _ = self.in_proj(v).chunk(2, dim=-1)
-        padded = F.pad(x, (0, 0, self.conv_width - 1, 0))
-        x = F.silu(causal_conv(padded, self.conv_weight, self.conv_bias))
-        delta, _, _ = self._select(x)
+        delta, _, _ = self._select(convolve(x, self.conv_weight, self.conv_bias, None)[0])
         return {"delta": delta, "A_bar": torch.exp(delta[..., None] * self.A)}  # Eq. (13)

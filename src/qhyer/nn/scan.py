@@ -79,7 +79,8 @@ def kernels(x: Tensor) -> ModuleType | None:
     return _known_kernels(x.device, not x.is_cuda or x.device.index == torch.cuda.current_device())
 
 
-def _full(*tensors: Tensor) -> list[Tensor]:
+def full(*tensors: Tensor) -> list[Tensor]:
+    """In float32 where they have half of its precision."""
     return [t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors]
 
 
@@ -88,7 +89,7 @@ def selective_scan_ref(
 ) -> tuple[Tensor, Tensor]:
     """The definition, one step after the other. Returns y (B, L, E) and the last state (B, E, N)."""
     dtype = u.dtype
-    u, delta, A, B, C, D = _full(u, delta, A, B, C, D)
+    u, delta, A, B, C, D = full(u, delta, A, B, C, D)
     h = u.new_zeros(u.shape[0], u.shape[2], A.shape[1]) if state is None else state
     ys = []
     for u_t, delta_t, B_t, C_t in zip(u.unbind(1), delta.unbind(1), B.unbind(1), C.unbind(1)):
@@ -179,9 +180,9 @@ def selective_scan(
     come back empty."""
     dtype = u.dtype
     if (fused := kernels(u)) is not None:
-        A, D = _full(A, D)
+        A, D = full(A, D)
         return fused.gated_scan(u, delta, None, A, B, C, D, None, state, ends)
-    u, delta, A, B, C, D = _full(u, delta, A, B, C, D)
+    u, delta, A, B, C, D = full(u, delta, A, B, C, D)
     if torch.is_grad_enabled():
         y, last = _Scan.apply(u, delta, A, B, C, state)
     else:
@@ -194,6 +195,6 @@ def selective_scan_step(
 ) -> tuple[Tensor, Tensor]:
     """One step: u, delta (B, E), B, C (B, N), state (B, E, N) -> y (B, E) and the next state."""
     dtype = u.dtype
-    u, delta, A, B, C, D = _full(u, delta, A, B, C, D)
+    u, delta, A, B, C, D = full(u, delta, A, B, C, D)
     state = torch.exp(delta[..., None] * A) * state + (delta * u)[..., None] * B[:, None, :]
     return ((state * C[:, None, :]).sum(-1) + D * u).to(dtype), state
