@@ -61,6 +61,17 @@ def test_captured_is_eager(name, go):
     assert losses(captured) == pytest.approx(losses(eager), rel=1e-4)
 
 
+@pytest.mark.parametrize("ssm", ["mamba", "mamba2"])
+def test_captured_with_kernels_is_plain(ssm, go, monkeypatch):
+    """Without dropout and noise, which the kernels draw otherwise."""
+    still = {"ssm": ssm, "dropout": 0.0, "flow_noise": 0.0}
+    captured = go("qhyer", "captured", **still)
+    monkeypatch.setenv("QHYER_TRITON", "0")
+    plain = go("qhyer", "plain", replace(GPU, graph=False), **still)
+    assert "captured" in paths(captured) and set(paths(plain)) == {"eager"}
+    assert losses(captured) == pytest.approx(losses(plain), rel=1e-4)
+
+
 def captured_part(name: str, of_ahead: str) -> str:
     """The method that is captured: an agent's loss, or this part of it where the critic is ahead."""
     return of_ahead if name == "qhyer" else "loss"

@@ -242,6 +242,20 @@ def _apply(config: AgentConfig, changes: Mapping[str, tuple[str, Any]], place: s
     return _checked(lambda: replace(config, typed), f"{place}: {agent}")
 
 
+def with_options(config: AgentConfig, options: Iterable[str], place: str, agent: str) -> AgentConfig:
+    """The configuration with FIELD=VALUE, values written as in a manifest; text needs no quotes."""
+    changes = {}
+    for option in options:
+        field, equals, value = option.partition("=")
+        if not equals:
+            raise UserError(f"{place}: write FIELD=VALUE, not {option!r}")
+        try:
+            changes[field] = (field, tomllib.loads(f"value = {value}")["value"])
+        except tomllib.TOMLDecodeError:
+            changes[field] = (field, value)
+    return _apply(config, changes, place, agent)
+
+
 def _train_config(values: Mapping[str, Any], place: str) -> TrainConfig:
     if "seed" in values:
         raise UserError(f"{place}.seed: seeds are given by `seeds`")

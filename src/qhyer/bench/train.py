@@ -8,6 +8,7 @@ sum, since gradients are clipped by their norm: no optimiser can begin before th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from qhyer.data.episodes import Episodes
 from qhyer.data.goals import of_seeds
 from qhyer.errors import require
 from qhyer.lane import Lane
+from qhyer.manifest import with_options
 from qhyer.nn import scan
 from qhyer.rng import stream_seed
 from qhyer.stack import stacked
@@ -309,6 +311,7 @@ def updates(
     agent: str = "qhyer",
     dataset: str = "cube-single-play",
     preset: str = "paper",
+    options: tuple[str, ...] = (),
     data: str | None = None,
     episodes: int = 100,
     batch: tuple[int, ...] = (256, 1024),
@@ -328,6 +331,8 @@ def updates(
         agent: the agent's name
         dataset: the dataset whose sizes and preset are used
         preset: the agent's preset
+        options: fields of the agent that are other than the preset's, e.g. ssm=mamba2 context=10; the rows' names have
+            them, too
         data: a dataset's name, or an npz, to read instead of making data up
         episodes: made-up episodes, of the dataset's length
         batch: batch sizes
@@ -354,6 +359,7 @@ def updates(
         loaded, _ = registry.load(data, device)
         name = loaded.name
     config, _ = presets.resolve(agent, preset, name)
+    config = with_options(config, options, "--options", agent)
     parameters = sum(p.numel() for p in runs.build_agent(agent, config, loaded.spec(), 0).parameters())
     threads = threads or (1 if parameters < SMALL else torch.get_num_threads())
 
@@ -369,7 +375,8 @@ def updates(
         for size in batch:
             for count in seeds:
                 with common.measuring(f"an update of {size}" + (f", {count} seeds" if count > 1 else "")):
-                    rows.append(measure_updates(maker(size), count, seconds, ceilings, place))
+                    row = measure_updates(maker(size), count, seconds, ceilings, place)
+                rows.append(dataclasses.replace(row, name=" ".join([row.name, *options])))
         if profile or (kernels and place.type == "cuda"):  # last: what watches kernels slows those that follow
             for size in batch:
                 common.release(place)
@@ -382,6 +389,7 @@ def updates(
             "agent": agent,
             "dataset": name,
             "preset": preset,
+            "options": list(options),
             "precision": precision,
             "data": "made up" if data is None else str(data),
             "parameters": parameters,
