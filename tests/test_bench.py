@@ -414,18 +414,18 @@ def test_train_command_on_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         updates(agent="gcbc", batch=(0,), device="cpu")
 
 
-def test_train_command_with_options(tmp_path: Path) -> None:
+def test_train_command_with_fields_of_one_s_own(tmp_path: Path) -> None:
     """Fields that are not the preset's, typed as in a manifest and told in the row's name."""
     out = tmp_path / "o.json"
     small = ("ssm=mamba2", "width=16", "layers=1", "context=2", "flow_blocks=1", "encoder_width=16", "flow_noise=0")
     sizes = {"dataset": "pointmaze-medium-navigate", "preset": "demo", "batch": (4,), "episodes": 2, "seconds": 0.0}
-    assert updates(**sizes, options=small, device="cpu", out=out) == 0  # type: ignore[arg-type]
+    assert updates(**sizes, override=small, device="cpu", out=out) == 0  # type: ignore[arg-type]
     written = json.loads(out.read_text())
-    assert written["rows"][0]["name"] == " ".join(("update", *small)) and written["options"] == list(small)
+    assert written["rows"][0]["name"] == " ".join(("update", *small)) and written["override"] == list(small)
     assert written["parameters"] < 30_000
     for wrong, message in (("width", "FIELD=VALUE"), ("wdth=3", "did you mean width"), ("ssm=3", "none of mamba")):
         with pytest.raises(UserError, match=message):
-            updates(options=(wrong,), device="cpu")
+            updates(override=(wrong,), device="cpu")
 
 
 # ------------------------------------------------------------------------------------------------------------ scan

@@ -156,6 +156,7 @@ def ablate(
     if name is None:
         print(overview())
         return 0
+    from qhyer import manifest
     from qhyer.data.episodes import coordinate
     from qhyer.sweep import run_cells
 
@@ -163,7 +164,7 @@ def ablate(
     changes: dict[str, Any] = {key: list(given) for key, given in (("datasets", dataset), ("seeds", seeds)) if given}
     changes |= {"out": str(out)} | ({"preset": preset} if preset else {}) | ({"environment": env} if env else {})
     changes |= {"goal": list(map(coordinate, goal))} if goal else {}
-    fields = dict(map(_field, override)) | ({} if steps is None else {"steps": steps})
+    fields = dict(map(manifest.override, override)) | ({} if steps is None else {"steps": steps})
     protocol = {"episodes": episodes, "tasks": list(tasks) or None, "device": device}
     how = {"device": device, "precision": precision}
     for key, given in (("override", fields), ("eval", protocol), ("train", how)):
@@ -202,16 +203,6 @@ def overview() -> str:
         body = [textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="    ") for line in lines]
         blocks.append("\n".join([ablation.name, *body]) + "\n")
     return "\n".join(blocks).rstrip()
-
-
-def _field(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise UserError(f"--override {text}: write FIELD=VALUE, such as width=64 or goal_input=coordinates")
-    try:
-        return name, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name, value  # a word, without the quotes that a shell would eat
 
 
 # ------------------------------------------------------------------------------------------------------- the runs

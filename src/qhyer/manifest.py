@@ -242,18 +242,20 @@ def _apply(config: AgentConfig, changes: Mapping[str, tuple[str, Any]], place: s
     return _checked(lambda: replace(config, typed), f"{place}: {agent}")
 
 
-def with_options(config: AgentConfig, options: Iterable[str], place: str, agent: str) -> AgentConfig:
-    """The configuration with FIELD=VALUE, values written as in a manifest; text needs no quotes."""
-    changes = {}
-    for option in options:
-        field, equals, value = option.partition("=")
-        if not equals:
-            raise UserError(f"{place}: write FIELD=VALUE, not {option!r}")
-        try:
-            changes[field] = (field, tomllib.loads(f"value = {value}")["value"])
-        except tomllib.TOMLDecodeError:
-            changes[field] = (field, value)
-    return _apply(config, changes, place, agent)
+def override(text: str) -> tuple[str, Any]:
+    """FIELD=VALUE of a command line, with the value as a manifest has it."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise UserError(f"--override {text}: write FIELD=VALUE, such as width=64 or goal_input=coordinates")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value  # a word, without the quotes that a shell would eat
+
+
+def overridden(config: AgentConfig, texts: Iterable[str], agent: str) -> AgentConfig:
+    """The agent's configuration with what a command line overrides."""
+    return _apply(config, {name: (name, value) for name, value in map(override, texts)}, "--override", agent)
 
 
 def _train_config(values: Mapping[str, Any], place: str) -> TrainConfig:

@@ -33,7 +33,7 @@ from qhyer.data.episodes import Episodes
 from qhyer.data.goals import of_seeds
 from qhyer.errors import require
 from qhyer.lane import Lane
-from qhyer.manifest import with_options
+from qhyer.manifest import overridden
 from qhyer.nn import scan
 from qhyer.rng import stream_seed
 from qhyer.stack import stacked
@@ -311,7 +311,7 @@ def updates(
     agent: str = "qhyer",
     dataset: str = "cube-single-play",
     preset: str = "paper",
-    options: tuple[str, ...] = (),
+    override: tuple[str, ...] = (),
     data: str | None = None,
     episodes: int = 100,
     batch: tuple[int, ...] = (256, 1024),
@@ -331,8 +331,7 @@ def updates(
         agent: the agent's name
         dataset: the dataset whose sizes and preset are used
         preset: the agent's preset
-        options: fields of the agent that are other than the preset's, e.g. ssm=mamba2 context=10; the rows' names have
-            them, too
+        override: fields of the agent that are other than the preset's, as FIELD=VALUE; the rows' names have them, too
         data: a dataset's name, or an npz, to read instead of making data up
         episodes: made-up episodes, of the dataset's length
         batch: batch sizes
@@ -359,7 +358,7 @@ def updates(
         loaded, _ = registry.load(data, device)
         name = loaded.name
     config, _ = presets.resolve(agent, preset, name)
-    config = with_options(config, options, "--options", agent)
+    config = overridden(config, override, agent)
     parameters = sum(p.numel() for p in runs.build_agent(agent, config, loaded.spec(), 0).parameters())
     threads = threads or (1 if parameters < SMALL else torch.get_num_threads())
 
@@ -376,7 +375,7 @@ def updates(
             for count in seeds:
                 with common.measuring(f"an update of {size}" + (f", {count} seeds" if count > 1 else "")):
                     row = measure_updates(maker(size), count, seconds, ceilings, place)
-                rows.append(dataclasses.replace(row, name=" ".join([row.name, *options])))
+                rows.append(dataclasses.replace(row, name=" ".join([row.name, *override])))
         if profile or (kernels and place.type == "cuda"):  # last: what watches kernels slows those that follow
             for size in batch:
                 common.release(place)
@@ -389,7 +388,7 @@ def updates(
             "agent": agent,
             "dataset": name,
             "preset": preset,
-            "options": list(options),
+            "override": list(override),
             "precision": precision,
             "data": "made up" if data is None else str(data),
             "parameters": parameters,
