@@ -239,6 +239,12 @@ class Agent(nn.Module, ABC):
         `memory` is None at the first step of the episodes; they run in lock-step. Deterministic.
         """
 
+    def update_bytes(self) -> int | None:
+        """What an update keeps in memory for its backward pass where no kernels do the work, about and rather too
+        little; None where nobody has counted. On a CPU it is compared with the memory there is before anything is
+        trained."""
+        return None
+
     def acting_state(self) -> dict[str, Tensor]:
         """The part of the state that `act` reads: what an exported model holds."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith(self.training_only)}

@@ -195,7 +195,8 @@ def _train(args: list[str]) -> int | None:
         options_type,
         args=rest,
         prog=f"qhyer train {known.agent} {known.dataset}",
-        description=f"Train {known.agent} on {name}, preset {known.preset}. Values shown are the preset's.",
+        description=f"Train {known.agent} on {name}, preset {known.preset}. Values shown are the preset's. "
+        f"--preset takes {', '.join(presets.table(known.agent))}.",
     )
     config = options.agent if options.steps is None else replace(options.agent, {"steps": options.steps})
     left = presets.untouched_stages(known.agent, known.preset, name, config)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import shlex
 import signal
 import sys
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qhyer import agents, checkpoint, distributed, presets, rollout, runs
+from qhyer import agents, checkpoint, distributed, memory, presets, rollout, runs
 from qhyer.agent import Agent, AgentConfig, Stage
 from qhyer.config import Precision, chosen, fingerprint, to_dict
 from qhyer.data import check, registry
@@ -89,6 +90,9 @@ class TrainConfig:
 
 SMALL = 1_000_000  # parameters
 LONG = 100_000  # updates: hours on a CPU
+PEAK = (
+    1.3  # an update's greatest need over what it keeps for backward, measured on QHyer's paper sizes, batches 8 to 56
+)
 
 
 class Stopped(Exception):
@@ -111,6 +115,22 @@ def _goals_read(agent: str, config: AgentConfig, episodes: Episodes) -> str:
         instead = f" ({config.whole_goals})"
     acting = "when acting, goals must be whole states as in the data"
     return f"the goal is columns {goal}, but {agent} reads a goal's other columns, too; {acting}{instead}"
+
+
+def _memory_note(agent: Agent, name: str) -> str:
+    """On a CPU: what to expect where an update may take more memory than there is; `UserError` where it surely does,
+    since the kernel would end the process without a word."""
+    kept, free = agent.update_bytes(), memory.available()
+    if kept is None or free is None or PEAK * kept <= free:
+        return ""
+    size = agent.config.batch_size
+    fits = 2 ** math.floor(math.log2(max(1.0, size * free / (PEAK * kept))))
+    demo = "--preset demo, which is sized for a CPU, or " if "demo" in presets.table(name) else ""
+    advice = f"{demo}a smaller batch, --agent.batch-size {fits}"
+    need = f"an update of {size} takes about {PEAK * kept / 1e9:.1f} GB of memory"
+    if kept > free:
+        raise UserError(f"{need}, and {free / 1e9:.1f} GB are free here; give {advice}")
+    return f"{need}, and {free / 1e9:.1f} GB are free here: it may be ended for want of it. Less takes {advice}"
 
 
 def _range(episodes: Episodes) -> tuple[np.ndarray, np.ndarray]:
@@ -313,6 +333,9 @@ def _train(
         raise UserError(f"the processes have read different data as {episodes.name}: give all of them the same file")
     if not distributed.alike(str([checkpoint.steps(run / "checkpoints")[-1:] for run in paths])):  # none writes before
         raise UserError(f"the processes see different checkpoints in {paths[0]}: it must lie where all of them see it")
+    scarce = _memory_note(loops[0].agent, agent_name) if loops and device == "cpu" and not distributed.active() else ""
+    if scarce and not quiet:
+        print(f"note: {scarce}", file=sys.stderr)
     for run in paths:
         _settle(run, environment)
     warned = "" if registered else check.in_brief(episodes.warnings, dataset if dataset.endswith(FILES) else "")

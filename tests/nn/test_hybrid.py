@@ -128,3 +128,24 @@ def test_right_padding_moves_nothing():
     x = torch.randn(2, 6, 12)
     longer = torch.cat([x, torch.full((2, 3, 12), 7.0)], dim=1)
     torch.testing.assert_close(net(longer)[0][:, :6], net(x)[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("backbone", KINDS)
+def test_what_a_window_keeps(backbone, dropout):
+    """`kept` against what autograd holds on to: bytes of all storages but the weights."""
+    kind, ssm = {"mamba2": ("mamba", "mamba2"), "hybrid mamba2": ("hybrid", "mamba2")}.get(
+        backbone, (backbone, "mamba")
+    )
+
+    def counted(layers: int) -> float:
+        net = HybridDecoder(128, layers, 4, dropout, kind, 16, ssm)
+        weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
+        held: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+            _, _ = net(torch.randn(4, 59, 128, requires_grad=True))
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+        return sum(size for at, size in storages.items() if at not in weights) / 4
+
+    told = 4 * HybridDecoder(128, 2, 4, dropout, kind, 16, ssm).kept(59)
+    assert counted(3) - counted(1) == pytest.approx(told, rel=0.1)

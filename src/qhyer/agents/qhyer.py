@@ -521,6 +521,11 @@ class QHyer(Agent):
             ),
         )
 
+    def update_bytes(self) -> int:
+        """The decoder's share of it, nearly all; the critic sees fewer rows, and they are narrower."""
+        length = self.config.context * self.tokens.per_step - 1
+        return 4 * self.config.batch_size * self.decoder.kept(length)
+
     # ---------------------------------------------------------------------------------------------- acting
 
     @torch.no_grad()

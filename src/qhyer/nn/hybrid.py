@@ -69,6 +69,19 @@ class HybridBlock(nn.Module):
             nn.Dropout(dropout),
         )
 
+    def kept(self, length: int) -> float:
+        """Numbers that a token of so many keeps for the backward pass where no kernels do the work, as counted in
+        float32 (`test_what_a_window_keeps`): the norms and the MLP, then each branch."""
+        dim = self.norm.normalized_shape[0]
+        count = 10.0 * dim
+        if self.dropout.p > 0:
+            count += 2.0 * dim
+        if self.attention is not None:
+            count += 6.0 * dim
+            if self.dropout.p > 0:  # torch's attention then keeps scores, their softmax and what is dropped
+                count += 3.0 * self.attention.heads * length
+        return count if self.mamba is None else count + self.mamba.kept(length)
+
     def forward(self, x: Tensor, cache: BlockCache | None = None) -> tuple[Tensor, BlockCache]:
         h = self.norm(x)
         keys, state = None, None
@@ -126,6 +139,10 @@ class HybridDecoder(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(HybridBlock(dim, heads, dropout, backbone, state_size, ssm) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
+
+    def kept(self, length: int) -> int:
+        """Numbers that a window of so many tokens keeps for the backward pass where no kernels do the work, about."""
+        return round(length * sum(block.kept(length) for block in self.blocks if isinstance(block, HybridBlock)))
 
     def _fused(self, like: Tensor, length: int) -> torch.dtype | None:
         """The dtype of the products if the fused pass trains windows of this length, on the device of `like`."""

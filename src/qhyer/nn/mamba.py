@@ -109,6 +109,11 @@ class Mamba(nn.Module):
     def A(self) -> Tensor:
         return -torch.exp(self.A_log.float())
 
+    def kept(self, length: int) -> float:
+        """Numbers that a token of so many keeps for the backward pass without kernels, as counted: most of them are
+        states and decays, (E, N) each."""
+        return 2.0 * self.inner * self.state_size + 11.2 * self.inner
+
     def initial_state(self, batch: int, like: Tensor) -> MambaState:
         return MambaState(
             like.new_zeros(batch, self.conv_width - 1, self.inner),
