@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from qhyer import checkpoint, storage
 from qhyer.errors import CorruptFile, UserError
@@ -237,6 +238,26 @@ def test_what_the_disk_refuses_is_said_of_the_file_that_was_meant(tmp_path):
     with pytest.raises(FileNotFoundError) as told, storage.atomic_file(tmp_path / "a.gif"):
         (tmp_path / "other").read_bytes()
     assert told.value.filename == str(tmp_path / "other")  # and of another file, of that one
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux")
+def test_a_full_disk_is_said_of_the_file_that_was_meant(tmp_path, monkeypatch):
+    """Python's own error names no file, and that of safetensors is none of the system's."""
+    with pytest.raises(OSError, match="No space left") as told, storage.atomic_file(tmp_path / "a.txt"):
+        with open("/dev/full", "w") as full:
+            full.write("x")
+    assert told.value.filename == str(tmp_path / "a.txt")
+
+    def save_file(tensors, path):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint, "save_file", save_file)
+    with pytest.raises(OSError, match="No space left") as told:
+        checkpoint.write_tensors(tmp_path / "b", {"x": torch.ones(2)})
+    assert told.value.errno == 28
+    with pytest.raises(OSError, match="No space left") as told, storage.atomic_directory(tmp_path / "c") as folder:
+        raise OSError(28, "No space left on device", str(folder / "weights"))
+    assert told.value.filename == str(tmp_path / "c" / "weights")
 
 
 # ----------------------------------------------------------------------------------------------- failing half-way

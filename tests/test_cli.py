@@ -226,6 +226,18 @@ def test_bad_evaluations(mine, capsys, arguments, words):
     assert words in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_full_disk_is_one_line(mine, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", lambda *_, **__: full())
+    assert call("data", "convert", "mine.npz", "other.npz") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: other.npz: no space left on device. Nothing that was there is lost")
+    monkeypatch.setattr(cli, "_doctor", full)  # of no file: what it prints goes to a full disk
+    assert call("doctor") == 2 and capsys.readouterr().err.startswith("error: no space left on device. Nothing")
+
+
 def test_a_short_evaluation_does_not_replace_a_long_one(mine, capsys):
     call("train", "gcbc", "mine.npz", "--steps", "2", "--out", "run", "--env", "pointmaze-medium-v0", *TINY)
     assert call("eval", "run", "--episodes", "2", "--tasks", "3", "--workers", "0") == 0

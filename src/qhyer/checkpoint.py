@@ -11,6 +11,8 @@ RUN/checkpoints/00005000/
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +49,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file with the rights that any new file gets here; the library's own are for their owner alone."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(dict(tensors), path)
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:  # what the system refused stands in its text alone
+        if found := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+        raise UserError(f"{path} cannot be written: {error}") from error
     path.chmod(mode)
 
 

@@ -22,7 +22,12 @@ import tyro
 
 from qhyer import __version__
 from qhyer.errors import UserError, did_you_mean
+from qhyer.storage import FULL
 
+NO_ROOM = (
+    "Nothing that was there is lost: files are written whole or not at all. Make room and give the command again "
+    "(`qhyer train`: with --resume, which goes on from its last checkpoint)"
+)
 STOPPED = 130  # exit status of a training that a signal ended: saved, and not finished
 
 COMMANDS = {
@@ -66,6 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
+        if error.errno in FULL:
+            where = f"{error.filename}: " if error.filename else ""
+            print(f"error: {where}{(error.strerror or 'no space left').lower()}. {NO_ROOM}", file=sys.stderr)
+            sys.exit(2)
         if error.filename is None:
             raise
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)

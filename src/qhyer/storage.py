@@ -7,6 +7,7 @@ rename. JSON that other files depend on is sealed: it carries a SHA-256 of its o
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Any
 
 from qhyer.errors import CorruptFile
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk, or what somebody may use of it
 TEMPORARY = ".partial-"  # prefix of names that are not yet files; swept by `sweep_partial`
 
 
@@ -45,8 +47,11 @@ def _by_name(temporary: Path, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename == str(temporary):
-            error.filename, error.filename2 = str(path), None
+        told = str(error.filename or "")
+        if told == str(temporary) or told.startswith(f"{temporary}{os.sep}"):
+            error.filename, error.filename2 = str(path) + told.removeprefix(str(temporary)), None
+        elif error.filename is None and error.errno in FULL:  # writing to an open file names none
+            error.filename = str(path)
         raise
 
 
@@ -79,17 +84,17 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
-    with _by_name(temporary, path):
-        temporary.mkdir()
     try:
-        yield temporary
-        for item in temporary.iterdir():
-            _sync(item)
-        _sync(temporary)
-        if path.is_dir():  # a folder cannot be renamed over another: the old one leaves at the last moment
-            discard(path)
-        os.rename(temporary, path)
-        _sync(path.parent)
+        with _by_name(temporary, path):
+            temporary.mkdir()
+            yield temporary
+            for item in temporary.iterdir():
+                _sync(item)
+            _sync(temporary)
+            if path.is_dir():  # a folder cannot be renamed over another: the old one leaves at the last moment
+                discard(path)
+            os.rename(temporary, path)
+            _sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
