@@ -244,8 +244,7 @@ def test_what_the_disk_refuses_is_said_of_the_file_that_was_meant(tmp_path):
 def test_a_full_disk_is_said_of_the_file_that_was_meant(tmp_path, monkeypatch):
     """Python's own error names no file, and that of safetensors is none of the system's."""
     with pytest.raises(OSError, match="No space left") as told, storage.atomic_file(tmp_path / "a.txt"):
-        with open("/dev/full", "w") as full:
-            full.write("x")
+        Path("/dev/full").write_text("x")
     assert told.value.filename == str(tmp_path / "a.txt")
 
     def save_file(tensors, path):

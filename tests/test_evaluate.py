@@ -171,7 +171,7 @@ def test_workers_end_with_the_one_who_asks():
 @pytest.mark.parametrize("gone", [False, True], ids=["dying", "gone"])
 def test_a_dead_worker_is_an_error_and_not_a_wait(gone, straight):
     """Whether its pipe is still open when it is asked, or closed already."""
-    with Workers(MAZE, 2) as pool, pytest.raises(RuntimeError, match="died"):
+    with Workers(MAZE, 2) as pool, pytest.raises(UserError, match=r"died of signal 9 \(SIGKILL, perhaps"):
         pool.about()
         pool.process.kill()  # the first of the two; the other lives on until its pipe closes
         if gone:

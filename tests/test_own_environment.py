@@ -22,6 +22,9 @@ from qhyer.evaluate import EvalConfig, evaluate
 from qhyer.records import read_rows, write_rows
 
 WORLD = """
+import os
+import signal
+
 import gymnasium
 import numpy as np
 
@@ -106,6 +109,16 @@ class Late(Reach):
         return super().step(action) if self.steps < 3 else 1 / 0
 
 
+class Leaves(Reach):
+    def step(self, action):
+        os._exit(3)
+
+
+class Crashes(Reach):
+    def step(self, action):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
 class Idle(Reach):
     num_tasks = 0
 
@@ -131,7 +144,7 @@ class Tall(Reach):
 
 
 every = (Reach, NoGoal, NoSuccess, ShortGoal, NoActions, Raises, NotFinite, Wide, Endless, Unmade, Seen, Blank)
-for kind in (*every, Idle, Late, Strong, Millimetres, Buttons, Tall):
+for kind in (*every, Leaves, Crashes, Idle, Late, Strong, Millimetres, Buttons, Tall):
     gymnasium.register(f"{kind.__name__}-v0", kind, max_episode_steps=kind.limit)
 """
 
@@ -193,6 +206,13 @@ def test_it_is_evaluated(world, ahead, workers):
 def test_a_mistake_is_told_in_a_line(world, ahead, environment, workers):
     with pytest.raises(UserError, match=MISTAKES[environment]):
         evaluate(ahead, environment, FEW, workers=workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("name", "words"), [("Leaves", "exit code 3"), ("Crashes", r"signal 11 \(SIGSEGV\)")])
+def test_one_that_ends_its_process(world, ahead, name, words, workers):
+    with pytest.raises(UserError, match=f"own_world:{name}-v0: a process that steps it died .*{words}"):
+        evaluate(ahead, f"own_world:{name}-v0", FEW, workers=workers)
 
 
 def test_it_is_looked_at_before_training(world, capsys):

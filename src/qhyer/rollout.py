@@ -298,8 +298,9 @@ def main() -> None:
             except UserError as error:
                 mine.send(error)
     mine.close()
-    for child in children:
-        os.waitpid(child, 0)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    for code in filter(None, codes):  # the parent sees this process alone: it tells how the first of the others died
+        sys.exit(code if code > 0 else 128 - code)
 
 
 # ------------------------------------------------------------------------------------------------ the policy's side
@@ -355,17 +356,23 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> int | None:
+        """Tells all to stop -> the first one's exit status, which says how another died; None where it had to be
+        killed, or where there is none."""
         if self.process is None:
-            return
+            return None
         for connection in self.connections:
             with contextlib.suppress(OSError):
                 connection.send(None)
             connection.close()
         try:
-            self.process.wait(timeout=5)
+            return self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+            return None
 
     def about(self) -> About:
         """Waits for the environment to be ready."""
@@ -390,10 +397,26 @@ class Workers:
         try:
             answer = connection.recv()
         except (EOFError, ConnectionResetError):
-            raise RuntimeError(f"an evaluation worker for {self.environment} died; see its error above") from None
+            raise UserError(
+                f"{self.environment}: a process that steps it died{_cause(self._end())}. What it wrote, if anything, "
+                "stands above; with --workers 0 it is stepped in the main process, and `python -X faulthandler -m "
+                "qhyer eval ... --workers 0` says where a crash is"
+            ) from None
         if isinstance(answer, UserError):
             raise answer
         return answer
+
+
+def _cause(code: int | None) -> str:
+    """How a process ended, in words. A shell, and `main`, give a signal as 128 and its number."""
+    if not code:
+        return ""
+    number = -code if code < 0 else code - 128
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f" with exit code {code}"
+    return f" of signal {number} ({name}{', perhaps for want of memory: fewer --workers' if name == 'SIGKILL' else ''})"
 
 
 def check(environment: str, observation_dim: int | None = None, action_dim: int | None = None) -> About:
