@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from qhyer import cli, envs
+from qhyer import cli, envs, runs
 from qhyer.data.episodes import Episodes
 from qhyer.records import read_rows
 
@@ -24,6 +24,10 @@ def call(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
         cli.main(list(map(str, arguments)))
     return int(ended.value.code or 0)
+
+
+def said(capsys) -> str:
+    return " ".join(capsys.readouterr().err.split())
 
 
 @pytest.fixture
@@ -256,8 +260,14 @@ def test_a_folder_of_runs_is_evaluated_run_by_run(mine, capsys):
     assert call("eval", "runs", *short) == 0
     said = capsys.readouterr().out
     assert "runs/both/s0: success" in said and "runs/both/s1: success" in said
-    (mine.parent / "runs/both/s0/checkpoints/00000002/agent.safetensors").write_bytes(b"")
+    assert call("eval", "runs", "--episodes", "2", "--tasks", "3", "--workers", "0") == 0
+    assert "2 runs below runs" in capsys.readouterr().err
     assert call("eval", "runs", *short) == 2
+    err = capsys.readouterr().err
+    assert err.count("kept: runs/both/s0 has an evaluation of 2 episodes") == 1 and err.count("both/s0") == 1
+    assert "2 of 2 runs keep the evaluation they have" in err and "could not be" not in err
+    (mine.parent / "runs/both/s0/checkpoints/00000002/agent.safetensors").write_bytes(b"")
+    assert call("eval", "runs", *short, "--overwrite") == 2
     output = capsys.readouterr()
     assert "runs/both/s1: success" in output.out
     assert "1 of 2 runs could not be evaluated" in " ".join(output.err.split())
@@ -332,6 +342,19 @@ def test_a_policy_to_pass_on(mine, capsys, monkeypatch):
     assert "mine" in capsys.readouterr().out
     assert call("eval", "--model", "mine", "--episodes", "1", "--tasks", "3", "--workers", "0") == 0
     assert "runs/eval-mine" in capsys.readouterr().out
+    for command in (["eval"], ["analyze", "critic"]):
+        assert call(*command, "models/mine") == 2
+        assert "models/mine is an exported model, not a run: `qhyer eval --model models/mine`" in said(capsys)
+    again = ("eval", "--model", "mine", "--episodes", "1", "--tasks", "3", "--workers", "0")
+    assert call("export", "run", "--dtype", "fp32", "--overwrite") == 0 and call(*again) == 2
+    assert "runs/eval-mine has rows of mine as it was exported before; --overwrite replaces them" in said(capsys)
+    assert call(*again, "--overwrite") == 0 and call(*again) == 0
+    info = json.loads(Path("run/run.json").read_text())
+    Path("run/run.json").write_text(json.dumps({**info, "config": {**info["config"], "hidden": [32, 16]}}))
+    capsys.readouterr()
+    assert call("eval", "run") == 2
+    assert said(capsys).startswith("error: the weights of run do not fit its run.json (")
+    Path("run/run.json").write_text(json.dumps(info))
     assert call("report", "runs/eval-mine", "--out", "page") == 0
     assert call("show", "mine", "--task", "3", "--out", "a.png") == 0
     assert (mine.parent / "a.png").is_file() and "goal" in capsys.readouterr().out
@@ -355,3 +378,16 @@ def test_bad_input_about_models(mine, capsys, arguments, words):
     output = capsys.readouterr()
     assert words in " ".join(output.err.split()), output.err
     assert "Traceback" not in output.err + output.out
+
+
+def test_an_example_of_a_run_is_not_looked_for_on_a_whole_disk(tmp_path, monkeypatch):
+    deep = tmp_path / "a" / "b" / "c" / "run"
+    deep.mkdir(parents=True)
+    (deep / "run.json").touch()
+    assert f"such as {deep}" in runs.folder_of_runs(tmp_path)
+    (tmp_path / "y").mkdir()
+    (tmp_path / "a").rename(tmp_path / "y" / "a")
+    assert runs.folder_of_runs(tmp_path) == ""  # further down
+    assert runs.folder_of_runs(tmp_path / "y") != ""
+    monkeypatch.setattr(runs, "LOOKED_AT", 3)
+    assert runs.folder_of_runs(tmp_path / "y") == ""

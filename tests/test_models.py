@@ -293,8 +293,10 @@ def test_rows_go_where_they_belong(run, here):
     with pytest.raises(UserError, match="--overwrite"):
         models.evaluate_model("maze", one, workers=0, quiet=True)
     models.export(run, Path("models/maze"), dtype="fp32", overwrite=True)
-    with pytest.raises(UserError, match="another model"):
+    with pytest.raises(UserError, match="as it was exported before; --overwrite"):
         models.evaluate_model("maze", one, workers=0, quiet=True)
+    models.evaluate_model("maze", one, workers=0, quiet=True, overwrite=True)
+    assert len(Path("runs/eval-maze/episodes.csv").read_text().splitlines()) == 2  # the head, and one episode
 
 
 def test_a_policy_for_ones_own_loop(run, here):

@@ -14,6 +14,10 @@ class DataError(UserError):
     """A dataset that must not be trained on; the message is what `qhyer data check` prints."""
 
 
+class Kept(UserError):
+    """A longer evaluation stands where a shorter one would replace it."""
+
+
 class CorruptFile(UserError):
     """A file whose content does not match its checksum."""
 

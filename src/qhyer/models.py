@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -307,8 +308,14 @@ def evaluate_model(
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; give a folder with --out")
     whose = {"name": folder.resolve().name, "sha256": about["weights"]["sha256"], "dtype": about["dtype"]}
-    if (out / "run.json").is_file() and runs.read(out).get("model") != whose:
+    before = runs.read(out).get("model") or {} if (out / "run.json").is_file() else whose
+    if before.get("name") != whose["name"]:
         raise UserError(f"{out} holds a run, or rows of another model; give another folder with --out")
+    if before != whose and not overwrite:
+        raise UserError(
+            f"{out} has rows of {whose['name']} as it was exported before; --overwrite replaces them, --out names "
+            "another folder"
+        )
     environment = environment or about["environment"]
     if environment is None:
         raise UserError(f"{folder} was trained on own data; name the environment to evaluate in with --env")
@@ -329,6 +336,9 @@ def evaluate_model(
         "environment": about["environment"] or environment,
         "model": whose,
     }
+    if before != whose:
+        (out / "episodes.csv").unlink(missing_ok=True)
+        shutil.rmtree(out / "rollouts", ignore_errors=True)
     write_json(out / "run.json", info)
     runs.save_evaluation(out, at, results, environment, what)
     return success_rate(results), out

@@ -11,7 +11,9 @@ RUN/run.json         what was trained, on what, with which versions and command
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import platform
 import re
 import sys
@@ -28,7 +30,7 @@ from qhyer.agent import Agent
 from qhyer.config import from_dict
 from qhyer.data import registry
 from qhyer.data.episodes import DataSpec
-from qhyer.errors import UserError
+from qhyer.errors import Kept, UserError
 from qhyer.evaluate import EpisodeResult, EvalConfig, episodes_of, evaluate, success_rate
 from qhyer.progress import Progress
 from qhyer.records import EpisodeRow, add_rows, mean_return, normalised, read_rows
@@ -37,6 +39,9 @@ from qhyer.rollout import About, EpisodeSpec, Workers
 from qhyer.storage import atomic_file
 
 VERSIONED = ("qhyer", "torch", "numpy", "ogbench", "gymnasium", "gymnasium-robotics", "mujoco", "safetensors")
+
+
+DEEP, LOOKED_AT = 4, 10_000  # folders down, and entries, in which an example of a run is looked for
 
 
 def versions() -> dict[str, str]:
@@ -82,7 +87,8 @@ def read(run: Path) -> dict[str, Any]:
     """run.json of a run's folder."""
     path = Path(run) / "run.json"
     if not path.is_file():
-        raise UserError(folder_of_runs(run) or f"{run} is not a run: it has no run.json (`qhyer train` makes runs)")
+        told = is_model(run) or folder_of_runs(run)
+        raise UserError(told or f"{run} is not a run: it has no run.json (`qhyer train` makes runs)")
     try:
         info = json.loads(path.read_text())
         missing = {"agent", "preset", "dataset", "seed", "config", "spec"} - set(info)
@@ -95,8 +101,36 @@ def read(run: Path) -> dict[str, Any]:
 
 def folder_of_runs(path: Path) -> str:
     """A sentence where one run is wanted and a folder that holds some was given."""
-    first = min(Path(path).rglob("run.json"), default=None)
-    return "" if first is None else f"{path} is a folder of runs: give one of them, such as {first.parent}"
+    first = _first_run(Path(path))
+    return "" if first is None else f"{path} is a folder of runs: give one of them, such as {first}"
+
+
+def _first_run(folder: Path) -> Path | None:
+    """The first of the uppermost runs in a folder. Only for advice, so it does not search a whole disk."""
+    level, looked = [folder], 0
+    for _ in range(DEEP + 1):
+        if found := [inside for inside in level if (inside / "run.json").is_file()]:
+            return min(found)
+        next_level = []
+        for inside in level:
+            with contextlib.suppress(OSError), os.scandir(inside) as entries:
+                for entry in entries:
+                    if (looked := looked + 1) > LOOKED_AT:
+                        return None
+                    if entry.is_dir():
+                        next_level.append(Path(entry.path))
+        level = next_level
+    return None
+
+
+def is_model(path: Path) -> str:
+    """A sentence where a run is wanted and an exported model was given."""
+    if not (Path(path) / "model.json").is_file():
+        return ""
+    return (
+        f"{path} is an exported model, not a run: `qhyer eval --model {path}` evaluates it; an analysis, or an export, "
+        "needs the run it was made from"
+    )
 
 
 def is_run(path: Path) -> bool:
@@ -105,7 +139,8 @@ def is_run(path: Path) -> bool:
 
 
 def below(*paths: Path) -> list[Path]:
-    """The runs that are meant: a run itself, or all there are in a folder that is none."""
+    """The runs that are meant: a run itself, or all there are in a folder that is none, at any depth; of these, and
+    they may be many, it is told how many."""
     found: list[Path] = []
     for path in map(Path, paths):
         if (path / "run.json").is_file():
@@ -114,8 +149,11 @@ def below(*paths: Path) -> list[Path]:
         inside = sorted(file.parent for file in path.rglob("run.json") if is_run(file.parent))
         if not inside and checkpoint.steps(path / "checkpoints"):
             raise UserError(f"{path} is not a whole run: run.json is missing; copy it from where the run was trained")
+        if not inside and (told := is_model(path)):
+            raise UserError(told)
         if not inside:
             raise UserError(f"{path} is not a run, and none with a checkpoint is in it (`qhyer train` makes runs)")
+        print(f"{len(inside)} {'runs' if len(inside) > 1 else 'run'} below {path}", file=sys.stderr)
         found += inside
     return list(dict.fromkeys(found))
 
@@ -148,8 +186,22 @@ def load_agent(run: Path, step: int | None = None, device: str = "cpu") -> tuple
     saved = checkpoint.load(path, device, training=False)
     config = from_dict(agents.load(info["agent"]).Config, info["config"])
     agent = build_agent(info["agent"], config, from_dict(DataSpec, info["spec"]), info["seed"])
-    agent.to(device).load_state_dict(saved.agent)
+    load_weights(agent.to(device), saved.agent, run)
     return agent.eval(), int(saved.state["step"])
+
+
+def load_weights(agent: Agent, weights: Mapping[str, torch.Tensor], run: Path) -> None:
+    """A checkpoint's, into the agent that run.json describes."""
+    try:
+        agent.load_state_dict(weights)
+    except RuntimeError as error:
+        own = agent.state_dict()
+        shapes = [[tuple(t[name].shape) if name in t else "nothing" for t in (weights, own)] for name in own]
+        odd = [f"{name} is {a}, by run.json {b}" for name, (a, b) in zip(own, shapes) if a != b]
+        raise UserError(
+            f"the weights of {run} do not fit its run.json ({odd[0] if odd else 'they are more'}): if it was edited, "
+            "put back what it said"
+        ) from error
 
 
 def own_environment(info: Mapping[str, Any]) -> str | None:
@@ -330,7 +382,7 @@ def evaluate_agent(
         earlier = {row.which for row in read_rows(rows) if row.step == at}
         if not earlier <= asked and not overwrite:
             why = "" if len(earlier) > total else ", in another environment, of other tasks or with another seed"
-            raise UserError(
+            raise Kept(
                 f"{rows.parent} has an evaluation of {len(earlier)} episodes of this checkpoint{why}; `qhyer eval` "
                 "replaces it if it is given --overwrite"
             )

@@ -602,7 +602,7 @@ class _Loop:
 
     def restore(self) -> None:
         saved = checkpoint.load(checkpoint.latest(self.folder), self.device)
-        self.agent.load_state_dict(saved.agent)
+        runs.load_weights(self.agent, saved.agent, self.run)
         checkpoint.unpack_optimizers(self._optimizers(), saved.training, saved.state["optimizers"])
         self.generator.set_state(saved.training["rng/sampler"])
         if distributed.is_main():
