@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from qhyer import cli, models, rollout, runs, show
+from qhyer import cli, envs, models, rollout, runs, show
 from qhyer.agent import Agent, AgentConfig
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import UserError
@@ -109,6 +110,16 @@ class Late(Reach):
         return super().step(action) if self.steps < 3 else 1 / 0
 
 
+class NoPlace(Reach):
+    goal = np.array([1.0, np.nan])
+
+
+class Parts(Reach):
+    def reset(self, **kwargs):
+        at, info = super().reset(**kwargs)
+        return {"at": at, "seen": 1}, info
+
+
 class Leaves(Reach):
     def step(self, action):
         os._exit(3)
@@ -144,7 +155,7 @@ class Tall(Reach):
 
 
 every = (Reach, NoGoal, NoSuccess, ShortGoal, NoActions, Raises, NotFinite, Wide, Endless, Unmade, Seen, Blank)
-for kind in (*every, Leaves, Crashes, Idle, Late, Strong, Millimetres, Buttons, Tall):
+for kind in (*every, NoPlace, Parts, Leaves, Crashes, Idle, Late, Strong, Millimetres, Buttons, Tall):
     gymnasium.register(f"{kind.__name__}-v0", kind, max_episode_steps=kind.limit)
 """
 
@@ -154,11 +165,15 @@ MISTAKES = {
     "own_world:ShortGoal-v0": r"observations of shape \(2,\) and goals of shape \(1,\)",
     "own_world:NoActions-v0": "has no action_space",
     "own_world:Raises-v0": r"failed: ZeroDivisionError: division by zero \(own_world.py:\d+\)",
-    "own_world:NotFinite-v0": "not finite",
+    "own_world:NotFinite-v0": r"own_world:NotFinite-v0: the observation is not finite \(nan in column 0\) at step 1 of",
+    "own_world:NoPlace-v0": r"goal is not finite \(nan in column 1\) at the reset of task 1, seed \d+",
+    "own_world:Parts-v0": "observations must be vectors of numbers, .* of kind dict with at, seen: wrap it",
     "own_world:Idle-v0": "it needs one task or more",
     "own_world:Endless-v0": "without max_episode_steps",
     "own_world:Unmade-v0": r"cannot be made: ValueError: no such robot \(own_world.py:\d+\)",
-    "own_world:Other-v0": "no environment is called",
+    "own_world:Other-v0": r"no environment is called .*: own_world \(.*\) registers Reach-v0, NoGoal-v0",
+    "./own_world.py:Reach-v0": "give the module's name, not its file: --env own_world:Reach-v0$",
+    "there/own_world.py:Reach-v0": "--env own_world:Reach-v0, from there or with",
     "no_such_world:Reach-v0": "its module cannot be imported",
 }
 FEW = EvalConfig(episodes=2, shard=2)
@@ -206,6 +221,13 @@ def test_it_is_evaluated(world, ahead, workers):
 def test_a_mistake_is_told_in_a_line(world, ahead, environment, workers):
     with pytest.raises(UserError, match=MISTAKES[environment]):
         evaluate(ahead, environment, FEW, workers=workers)
+
+
+def test_one_whose_name_is_python_s_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("json.py").write_text(WORLD)
+    with pytest.raises(UserError, match=r"json is .*json.__init__.py, not .*json.py: give that another name"):
+        envs.make("json:Nobody-v0")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -545,7 +567,14 @@ def test_the_documented_environment_runs_as_it_stands(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("reach.py").write_text(documented())
-    env = gymnasium.make("reach:Reach-v0", disable_env_checker=True).unwrapped
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*already in registry")  # other tests' Reach
+        checked = gymnasium.make("reach:Reach-v0", render_mode="rgb_array")
+        checked.reset(seed=0, options={"task_id": 1})
+        checked.step(checked.action_space.sample())
+    assert checked.render().shape == (100, 100, 3)
+    env = checked.unwrapped
     rng, rows = np.random.default_rng(0), []
     for episode in range(4):
         state, info = env.reset(seed=episode, options={"task_id": 1 + episode % 2})
@@ -560,6 +589,7 @@ def test_the_documented_environment_runs_as_it_stands(tmp_path, monkeypatch, cap
     own = ["--goal", "0", "1", "--agent.goal-input", "coordinates", "--env", "reach:Reach-v0"]
     assert call("train", "gcbc", "mine.npz", *small, *own) == 0 and call("eval", "run", *FEW_OPTIONS) == 0
     assert "note: reach" not in capsys.readouterr().err
+    assert call("show", "run", "--out", "a.gif") == 0 and Path("a.gif").is_file()
     to_goal = np.array([-1.0, 1.0])  # of task 2
     env.reset(seed=0, options={"task_id": 2})
     assert any(env.step(to_goal)[4]["success"] for _ in range(20))

@@ -132,6 +132,9 @@ def test_environments_with_other_units_are_remarked():
     remark = one.remark("Arm-v0", (LOW, HIGH))
     assert "from [-1.0] to [1.0]; policies of these data give [-0.05, 0.2, -300.0] to [0.07, 0.9, 100.0]" in remark
     assert one.doubts("Arm-v0", np.zeros(2), np.ones(2), [0], True, (LOW, HIGH)) == [remark]
+    fifth = one.remark("Arm-v0", (np.float32([-0.1, 0.5, -0.1]), np.float32([0.2, 0.6, 0.1])))
+    assert "give [-0.1, 0.5, -0.1] to [0.2, 0.6, 0.1], as they were recorded, less than a fifth of that" in fifth
+    assert one.remark("Arm-v0", (np.float32([-0.1, 0.5, -0.3]), np.float32([0.2, 0.6, 0.3]))) == ""
     free = rollout.About(1, 2, None, (3,), (np.full(3, -np.inf), np.full(3, np.inf)))
     assert free.remark("Arm-v0", (LOW, HIGH)) == ""
     assert "--scale-actions" in free.remark("Arm-v0") and "RescaleAction" not in free.remark("Arm-v0")

@@ -8,10 +8,11 @@ import functools
 import io
 import os
 import re
+import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,13 +29,20 @@ def make(environment: str) -> Any:
     warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
     if environment in MAZE2D:
         return Maze2D(environment)
+    module, colon, name = environment.partition(":")
+    if colon and (module.endswith(".py") or "/" in module or module.startswith(".")):
+        where = "" if Path(module).parent == Path() else f", from {Path(module).parent} or with that in PYTHONPATH"
+        stem = Path(module).stem
+        raise UserError(f"{environment}: give the module's name, not its file: --env {stem}:{name or 'Id-v0'}{where}")
     import gymnasium
     import ogbench  # noqa: F401  (registers its environments)
 
     try:
         env = gymnasium.make(environment, disable_env_checker=True)
     except gymnasium.error.Error as error:
-        raise UserError(f"no environment is called {environment!r}: {error}") from error
+        raise UserError(
+            f"no environment is called {environment!r}: {_registered(module) if colon else error}"
+        ) from error
     except ImportError as error:
         looked = f"; it is looked for in {Path.cwd()} and along PYTHONPATH" if ":" in environment else ""
         raise UserError(f"{environment}: its module cannot be imported: {error}{looked}") from error
@@ -43,6 +51,21 @@ def make(environment: str) -> Any:
     if env.spec is not None and env.spec.max_episode_steps is None:
         raise UserError(f"{environment} is registered without max_episode_steps: an episode might never end")
     return env
+
+
+def _registered(name: str) -> str:
+    """What a module that was imported has registered, and which file it is where that is not the one expected."""
+    from gymnasium.envs.registration import registry
+
+    own, file = Path.cwd() / f"{name.replace('.', os.sep)}.py", getattr(sys.modules.get(name), "__file__", None)
+    if own.is_file() and (file is None or not own.samefile(file)):
+        return f"{name} is {file or 'a module built into Python'}, not {own}: give that another name"
+    makers = {key: spec.entry_point for key, spec in registry.items()}
+    texts = {
+        key: maker if isinstance(maker, str) else getattr(maker, "__module__", "") for key, maker in makers.items()
+    }
+    ids = [key for key, text in texts.items() if f"{text.partition(':')[0]}.".startswith(f"{name}.")]
+    return f"{name} ({file}) registers {', '.join(ids) if ids else 'no environment'}"
 
 
 def told(error: Exception) -> str:
@@ -141,7 +164,18 @@ def seeded_reset(env: Any, seed: int, task: int) -> tuple[np.ndarray, np.ndarray
     """
     with global_numpy(seed), _seeded_action_space(env, seed % 2**31):
         observation, info = env.reset(seed=seed % 2**31, options={"task_id": task})
-    return np.asarray(observation, dtype=np.float32), np.asarray(info["goal"], dtype=np.float32)
+    return _vector(env, "observations", observation), _vector(env, "goals", info["goal"])
+
+
+def _vector(env: Any, what: str, values: Any) -> np.ndarray:
+    if isinstance(values, Mapping | tuple):
+        parts = f" with {', '.join(map(str, values))}" if isinstance(values, Mapping) else ""
+        raise UserError(
+            f"{env.spec.id}: {what} must be vectors of numbers, those of the data, and these are of kind "
+            f"{type(values).__name__}{parts}: wrap it (gymnasium.wrappers.FlattenObservation, or an ObservationWrapper "
+            "that puts the data's columns side by side; goals likewise)"
+        )
+    return np.asarray(values, dtype=np.float32)
 
 
 def maze_geometry(env: Any) -> dict[str, np.ndarray] | None:

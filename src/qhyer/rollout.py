@@ -35,6 +35,7 @@ Bounds = tuple[np.ndarray, np.ndarray]
 """the least and the greatest action, column by column"""
 
 LOOKED_AT = 4  # episodes of an environment that is compared with the data
+NARROW = 0.2  # of the range an environment takes: data that use less in every column may have other units
 ROUNDING = 1e-6  # of a bound's size: this far beyond an environment's it is the same
 SPAN_FLOOR = 1e-3  # of a column's range: where data hardly vary, policies see no smaller differences (STD_FLOOR)
 
@@ -75,6 +76,11 @@ class About:
                 "numbers; name the environment of these data with --env"
             )
 
+    @property
+    def _finite(self) -> bool:
+        """Whether its actions are from a box with ends."""
+        return self.bounds is not None and all(bool(np.isfinite(end).all()) for end in self.bounds)
+
     def remark(self, environment: str, own: Bounds | None = None) -> str:
         """What is odd about it and no error; nothing for most. `own`: the units of the data's actions, where they have
         some; policies act in those."""
@@ -88,22 +94,26 @@ class About:
         low, high = (_short(end) for end in self.bounds)
         if own is not None:
             slack = ROUNDING * (np.abs(own[0]) + np.abs(own[1]))
-            if (own[0] >= self.bounds[0] - slack).all() and (own[1] <= self.bounds[1] + slack).all():
-                return ""
             given = " to ".join(str(_short(end)) for end in own)
+            if (own[0] >= self.bounds[0] - slack).all() and (own[1] <= self.bounds[1] + slack).all():
+                if (own[1] - own[0] >= NARROW * (self.bounds[1] - self.bounds[0])).any() or not self._finite:
+                    return ""
+                return (
+                    f"{environment} takes actions from {low} to {high}; policies of these data give {given}, as they "
+                    "were recorded, less than a fifth of that in every column. Do the data's actions have its units?"
+                )
             return (
                 f"{environment} takes actions from {low} to {high}; policies of these data give {given}, as they were "
                 "recorded. Is it the environment of these data, without RescaleAction?"
             )
         if all((np.abs(end) == 1.0).all() for end in self.bounds):
             return ""
-        finite = all(np.isfinite(end).all() for end in self.bounds)
         return (
             f"{environment} takes actions from {low} to {high}; policies give, and data must have, -1 to 1. Which "
             "units do the data's actions have? Those of the environment: `qhyer data convert FILE OUT.npz "
             "--scale-actions`, train on OUT.npz, and leave the environment as it is (docs/data.md, 'Actions in other "
             "units'). Scaled to [-1, 1] already when they were recorded: "
-            + ("gymnasium.wrappers.RescaleAction(env, -1, 1)" if finite else "a wrapper that scales them back")
+            + ("gymnasium.wrappers.RescaleAction(env, -1, 1)" if self._finite else "a wrapper that scales them back")
             + ", and leave the data as they are"
         )
 
@@ -188,6 +198,7 @@ class ShardRunner:
     """Steps episodes together. Environments are made once and used again for later shards."""
 
     def __init__(self, environment: str, template: Any = None) -> None:
+        self.environment = environment
         self.template = envs.make(environment) if template is None else template
         self.pool: list[Any] = []
 
@@ -195,8 +206,21 @@ class ShardRunner:
         while len(self.pool) < len(specs):
             self.pool.append(envs.copy_of(self.template))
         starts = [envs.seeded_reset(env, spec.seed, spec.task) for env, spec in zip(self.pool, specs)]
-        self.active = list(range(len(specs)))
-        return np.stack([s for s, _ in starts]), np.stack([g for _, g in starts])
+        self.active, self.specs, self.taken = list(range(len(specs))), specs, 0
+        observations, goals = np.stack([s for s, _ in starts]), np.stack([g for _, g in starts])
+        self._require_finite(observations, "observation")
+        self._require_finite(goals, "goal")
+        return observations, goals
+
+    def _require_finite(self, values: np.ndarray, what: str) -> None:
+        """`values`: a row for each episode that is running."""
+        for i, row in zip(self.active, values):
+            if not np.isfinite(row).all():
+                spec, column = self.specs[i], int(np.flatnonzero(~np.isfinite(row.ravel()))[0])
+                raise UserError(
+                    f"{self.environment}: the {what} is not finite ({row.ravel()[column]} in column {column}) "
+                    f"{f'at step {self.taken}' if self.taken else 'at the reset'} of task {spec.task}, seed {spec.seed}"
+                )
 
     def step(self, actions: np.ndarray) -> Stepped:
         """One step of the episodes still running; their returns so far, where the task has any, are in `returns`."""
@@ -207,11 +231,10 @@ class ShardRunner:
             ended.append(bool(terminated or truncated))
             success.append(bool(info["success"]))
             returns.append(float(info.get("return", np.nan)))
+        seen, self.taken = np.stack(observations), self.taken + 1
+        self._require_finite(seen, "observation")
         self.active = [i for i, done in zip(self.active, ended) if not done]
         self.returns = np.asarray(returns)
-        seen = np.stack(observations)
-        if not np.isfinite(seen).all():
-            raise UserError("the environment's observations are not finite")
         return seen, np.asarray(ended), np.asarray(success)
 
     def replay(self, specs: list[EpisodeSpec], actions: list[np.ndarray]) -> int:
