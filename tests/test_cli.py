@@ -202,9 +202,21 @@ def test_the_default_folder_of_own_data(mine, capsys):
         (["analyze", "nothing", "absent"], "nothing"),
         (["data", "info", "absent.npz"], "absent.npz"),
         (["data", "generate", "cube-octuple-play"], "no dataset is called"),
+        (["train", "gcbc"], "DATASET is missing"),
+        (["train", "gcbd"], "no agent is called 'gcbd'; did you mean gcbc?"),
+        (["train", "gcbc", "there/my.pkl"], "there/my.pkl is not there: own data are read from npz or HDF5"),
+        (["train", "gcbc", "full"], "full is a folder: own data"),
+        (["data", "check", "full"], "full is a folder: own data"),
+        (["train", "gcbc", "full/notes.csv"], "is another file: own data are read from npz or HDF5"),
+        (["train", "gcbc", "mine.npz", "--out", "full"], "full is no run, and holds other things (notes.csv)"),
+        (["train", "gcbc", "no.npz", "--out", "full"], "full is no run"),  # before the data are read
+        (["train", "gcbc", "lacks.npz"], "lacks actions, observations (it has obs, terminals)"),
     ],
 )
 def test_bad_input_gets_a_clear_error(mine, capsys, arguments, words):
+    Path("full").mkdir()
+    Path("full/notes.csv").touch()
+    np.savez("lacks.npz", obs=np.zeros((3, 2)), terminals=np.ones(3))
     assert call(*arguments) == 2
     output = capsys.readouterr()
     assert words in " ".join(output.err.split()), output.err
@@ -218,6 +230,7 @@ def test_bad_input_gets_a_clear_error(mine, capsys, arguments, words):
         (["--episodes", "0"], "episodes must be at least 1"),
         (["--shard", "0"], "shard must be at least 1"),
         (["--workers", "-1"], "workers cannot be negative"),
+        (["--seed", "-1"], "an evaluation's seed cannot be negative"),
         (["--env", "CartPole-v1"], "no goal-reaching tasks"),
         (["--env", "cube-single-v0"], "observations of 28 numbers"),
         (["--device", "tpu"], "no device is called"),
@@ -356,6 +369,12 @@ def test_a_policy_to_pass_on(mine, capsys, monkeypatch):
     assert said(capsys).startswith("error: the weights of run do not fit its run.json (")
     Path("run/run.json").write_text(json.dumps(info))
     assert call("report", "runs/eval-mine", "--out", "page") == 0
+    assert call("report", "runs/eval-mine", "--out", "page") == 0  # a report is replaced
+    rows = Path("run/episodes.csv").read_bytes()
+    assert call("report", "runs/eval-mine", "--out", "run") == 2 and "run is no report, and holds" in said(capsys)
+    assert Path("run/episodes.csv").read_bytes() == rows
+    assert call("train", "gcbc", "mine.npz", "--out", "runs/eval-mine", *TINY) == 2
+    assert "runs/eval-mine has the rows of a model" in said(capsys)
     assert call("show", "mine", "--task", "3", "--out", "a.png") == 0
     assert (mine.parent / "a.png").is_file() and "goal" in capsys.readouterr().out
     assert call("show", "run", "--task", "9") == 2
@@ -378,6 +397,16 @@ def test_bad_input_about_models(mine, capsys, arguments, words):
     output = capsys.readouterr()
     assert words in " ".join(output.err.split()), output.err
     assert "Traceback" not in output.err + output.out
+
+
+def test_an_interruption_is_told_once(monkeypatch, capsys):
+    def stop(*told):
+        raise KeyboardInterrupt(*told)
+
+    monkeypatch.setattr(cli, "_doctor", lambda _: stop())
+    assert call("doctor") == 130 and capsys.readouterr().err == "interrupted\n"
+    monkeypatch.setattr(cli, "_doctor", lambda _: stop("told"))  # a sweep's
+    assert call("doctor") == 130 and capsys.readouterr().err == ""
 
 
 def test_an_example_of_a_run_is_not_looked_for_on_a_whole_disk(tmp_path, monkeypatch):

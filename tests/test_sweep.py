@@ -271,6 +271,9 @@ def test_runs_are_shown_made_and_then_left_alone(tiny, capsys, monkeypatch):
     monkeypatch.setattr(sweep, "run_cell", None)
     assert call("sweep", tiny) == 0
     assert "2 runs, 2 finished, 0 to do" in capsys.readouterr().out
+    for wrong in ("0", "-1"):  # though there is nothing to do
+        assert call("sweep", tiny, "--workers", wrong) == 2
+        assert f"workers must be at least 1, not {wrong}" in capsys.readouterr().err
 
     longer = write(tiny.parent / "longer.toml", tiny.read_text().replace("episodes = 1", "episodes = 2"))
     assert [sweep.status(cell).text for cell in manifest.read(longer)] == ["trained, not evaluated"] * 2

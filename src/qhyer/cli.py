@@ -64,8 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        if not interrupt.args:  # else what was interrupted has said so
+            print("interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -184,6 +185,9 @@ def _train(args: list[str]) -> int | None:
         parser.print_help()
         if {"-h", "--help"} & set(args):
             return 0
+        if args and not args[0].startswith("-"):
+            agents.load(args[0])
+            raise UserError(f"DATASET is missing, a name or a file: qhyer train {args[0]} DATASET [options]")
         raise UserError("name the agent and the dataset first: qhyer train AGENT DATASET [options]")
     known, rest = parser.parse_known_args(args)
     path = Path(known.dataset)

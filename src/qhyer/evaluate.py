@@ -42,6 +42,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         require(self.episodes >= 1, "episodes must be at least 1")
+        require(self.seed >= 0, "an evaluation's seed cannot be negative")
         require(self.shard >= 1, "shard must be at least 1")
         require(self.record >= 0, "record cannot be negative")
         numbers = (1,) if self.tasks is None else self.tasks

@@ -29,7 +29,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qhyer import rollout
-from qhyer.errors import UserError
+from qhyer.errors import UserError, require
 from qhyer.launch import Launcher, Lost, cores, failure, launch, tell
 from qhyer.progress import listened
 from qhyer.storage import refusal
@@ -102,6 +102,7 @@ def run_cells(
     retries: int = 3,
 ) -> int:
     """Does what of these runs is not done, and says so; 0 if all went well. The options are those of `sweep`."""
+    require(workers is None or workers >= 1, f"workers must be at least 1, not {workers}")
     _of_a_cluster_alone(launcher, shared, address, cpus, gpus)
     console = Console(width=None if sys.stdout.isatty() else PIPED, highlight=False)
     cells = _matching(cells, only)
@@ -437,7 +438,7 @@ def _run(
                         watch.say(f"{escape(what)}: {said}, {result.seconds:.0f} seconds")
     except KeyboardInterrupt:
         watch.say("Stopped. What was done is kept: the same command goes on from here.")
-        raise
+        raise KeyboardInterrupt("told") from None
     return failed
 
 

@@ -139,6 +139,19 @@ def _range(episodes: Episodes) -> tuple[np.ndarray, np.ndarray]:
     return low.cpu().numpy(), high.cpu().numpy()
 
 
+def _place_for(run: Path) -> Path:
+    """The folder of a run: a new or an empty one, or that of a run, begun or finished."""
+    if run.exists() and not run.is_dir():
+        raise UserError(f"{run} is a file; give a folder with --out")
+    if (run / "run.json").is_file() and not (run / "checkpoints").is_dir() and runs.read(run).get("model"):
+        raise UserError(f"{run} has the rows of a model; give another folder with --out")
+    if run.is_dir() and not any((run / name).exists() for name in ("run.json", "checkpoints")):
+        other = min((item.name for item in run.iterdir() if not item.name.startswith(".")), default=None)
+        if other is not None:
+            raise UserError(f"{run} is no run, and holds other things ({other}); give a folder of its own with --out")
+    return run
+
+
 def default_run_dir(agent: str, preset: str, episodes: Episodes, config: AgentConfig, train: TrainConfig) -> Path:
     """runs/DATASET/AGENT-PRESET-sSEED-HASH: another configuration or other data, another folder."""
     parts = [chosen(config), train.precision, episodes.fingerprint, list(episodes.goal_indices)]
@@ -254,6 +267,8 @@ def _train(
     if len(configs) > 1 and distributed.active():
         raise UserError("torchrun shares the batches of one run among processes: give it one --seed, not --seeds")
     device = runs.resolve_device(configs[0].device)
+    for given in filter(None, folders):  # before data are read and environments tried
+        _place_for(Path(given))
     unnamed = episodes is not None and episodes.name == UNNAMED
     if episodes is None:
         episodes, _ = registry.load(dataset, device)
@@ -283,9 +298,7 @@ def _train(
     loops: list[_Loop] = []
     infos: list[dict[str, Any]] = []
     for train_config, folder in zip(configs, folders):  # all are looked at before any is touched
-        run = Path(folder or default_run_dir(agent_name, preset, episodes, config, train_config))
-        if run.exists() and not run.is_dir():
-            raise UserError(f"{run} is a file; give a folder with --out")
+        run = _place_for(Path(folder or default_run_dir(agent_name, preset, episodes, config, train_config)))
         kept = runs.read(run).get("environment") if runs.is_run(run) else None
         place = kept or environment  # a run stays where it began
         if train_config.eval_every and place is None:

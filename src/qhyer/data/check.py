@@ -191,8 +191,8 @@ def _not_finite(name: str, array: np.ndarray, terminals: np.ndarray | None) -> t
         hint = "that row is a final state, whose action is never used; write zeros there"
     problem = _error(
         "nan",
-        f"{name} has {count} values that are not finite, the first is {array[row, column]} in row {row}, "
-        f"column {column}: {hint}",
+        f"{name} has {count} {'value that is' if count == 1 else 'values that are'} not finite, the first is "
+        f"{array[row, column]} in row {row}, column {column}: {hint}",
     )
     return fine, [problem]
 

@@ -108,7 +108,7 @@ def _check(path: Path, console: Console) -> int:
         console.print(f"error [shape] {error}", markup=False)
         return 1
     for note in notes:
-        console.print(f"repaired when read: {note}", markup=False)
+        console.print(f"when read: {note}", markup=False)
     arrays = _with_flags(arrays)
     problems = _problems(arrays)
     if not any(problem.code == "shape" for problem in problems):

@@ -341,8 +341,8 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     missing = {"observations", "actions", "terminals"} - set(arrays)
     if missing:
         raise DataError(
-            f"{path} lacks {', '.join(sorted(missing))}; the layout is observations (N, d_s), actions (N, d_a), "
-            "terminals (N,) with 1 on each episode's last row"
+            f"{path} lacks {', '.join(sorted(missing))} (it has {', '.join(arrays) or 'nothing'}); the layout is "
+            "observations (N, d_s), actions (N, d_a), terminals (N,) with 1 on each episode's last row"
         )
     return arrays
 

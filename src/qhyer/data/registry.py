@@ -105,6 +105,13 @@ def get(name: str) -> Dataset:
     for full in (name, f"{name}-v0", f"{name}-v1"):
         if full in DATASETS:
             return DATASETS[full]
+    path = Path(name)
+    if path.exists() or len(path.parts) > 1:
+        what = "a folder" if path.is_dir() else "another file" if path.exists() else "not there"
+        raise UserError(
+            f"{name} is {what}: own data are read from npz or HDF5 (a file that ends in {', '.join(FILES)}; "
+            "docs/data.md, 'Your own data', says how to make an npz)"
+        )
     hint = did_you_mean(name, DATASETS, most=3)
     if own := [f"{name}{end}" for end in FILES if Path(f"{name}{end}").is_file()]:
         hint = f"; did you mean the file {own[0]}?"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from qhyer.errors import UserError
 from qhyer.report.collect import Table, collect
 from qhyer.report.compare import Comparison, compare, comparison_csv
 from qhyer.report.mazes import MAZES
@@ -27,6 +28,7 @@ from qhyer.storage import write_text
 
 __all__ = ["SUITES", "Report", "write_report"]
 
+SIGNED = "Written by qhyer"  # in the page's last lines
 SUITES = (OGBENCH, POINTMAZE, MAZES)
 
 
@@ -41,6 +43,19 @@ class Report:
     problems: tuple[str, ...]
 
 
+def _require_place(out: Path) -> None:
+    """`UserError` unless this folder is new, empty or has an earlier report, whole or begun, which is replaced."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; name a folder with --out")
+    names = {item.name for item in out.iterdir() if not item.name.startswith(".")} if out.is_dir() else set()
+    page = out / "index.html"
+    if page.is_file() and SIGNED.encode() in page.read_bytes():
+        return
+    tables = {"success.csv", "success.md", "episodes.csv", "published.csv", *(f"{suite.name}.md" for suite in SUITES)}
+    if others := sorted(names - tables):
+        raise UserError(f"{out} is no report, and holds other things ({others[0]}); name another folder with --out")
+
+
 def write_report(
     runs: Sequence[Path],
     out: Path,
@@ -52,6 +67,7 @@ def write_report(
     """Write `out`/index.html, success.csv, success.md and episodes.csv for every run found under `runs`.
 
     Where the runs are on several datasets of a suite, also its tables, such as ogbench.md: published against ours.
+    An earlier report in `out` is replaced; a folder that holds something else is refused.
     `summary` is a file for one line per run, `table_in` a Markdown file that holds a suite's tables between two marks.
     `preset_of` knows presets: with it, a run that is not its preset as it stands is said to be.
     A run that cannot be read is named in the page and in `problems`; raises `UserError` when none can.
@@ -59,6 +75,7 @@ def write_report(
     from qhyer.report import html  # matplotlib takes a second to import; the tables do not need it
 
     out = Path(out)
+    _require_place(out)
     sources = [Path(run) for run in runs]
     table = collect(sources, skip=out)
     found = groups(table)

@@ -41,7 +41,8 @@ def report(
 
     Args:
         runs: Run folders, folders with runs at any depth (but not below one called exploration), episodes.csv files.
-        out: The folder to write: index.html, success.csv, success.md, episodes.csv; tables of suites (ogbench.md).
+        out: The folder to write: index.html, success.csv, success.md, episodes.csv; tables of suites (ogbench.md). An
+            earlier report there is replaced; a folder that holds something else is refused.
         summary: A CSV to write as well: one line for each run, with its final success in percent and its score.
         table: A Markdown file with a suite's two comment marks, such as docs/ogbench.md or docs/mazes.md: the
             suite's table is put between them.
