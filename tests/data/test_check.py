@@ -325,6 +325,35 @@ def test_small_actions_are_told_unless_they_have_bounds(tmp_path, capsys):
     assert "warning" not in capsys.readouterr().out
 
 
+def test_convert_takes_no_json_that_is_not_its_own(tmp_path, monkeypatch):
+    mine, out = write(tmp_path / "mine.npz", *healthy()), tmp_path / "out.npz"
+    own = out.with_suffix(".json")
+    own.write_text('{"mine": 1}')
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"out\.json is not a sidecar this project wrote; rename it"):
+            commands.convert(str(mine), out, overwrite=overwrite)
+        assert own.read_text() == '{"mine": 1}' and not out.exists()
+    own.unlink()
+    own.mkdir()
+    with pytest.raises(UserError, match="is not a sidecar"):
+        commands.convert(str(mine), out)
+    own.rmdir()
+
+    assert commands.convert(str(mine), out) == 0
+    before = out.read_bytes(), own.read_bytes()
+
+    def fails(*arrays, **others):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError):
+        patched.setattr(np, "savez", fails)
+        commands.convert(str(mine), out, overwrite=True)
+    assert (out.read_bytes(), own.read_bytes()) == before  # the older file and its sidecar, both
+    assert commands.convert(str(mine), out, overwrite=True) == 0 and Episodes.load(out).num_episodes == EPISODES
+    out.unlink()  # what is left is ours, and may go
+    assert commands.convert(str(mine), out) == 0 and Episodes.load(out).num_episodes == EPISODES
+
+
 def test_info_and_list_commands(tmp_path, capsys, monkeypatch):
     path = write(tmp_path / "cube-single-play-v0.npz", *healthy())
     with pytest.raises(UserError, match="did you mean cube-single-play-v0"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +23,7 @@ from qhyer.data.episodes import (
     end_flags,
     goal_columns,
     goal_rewards,
+    own_sidecar,
     read_arrays,
     read_npz,
     stored_goal,
@@ -247,6 +249,7 @@ def convert(
         raise UserError(f"{out} is there already; --overwrite replaces it")
     if out.exists() and out.resolve() == path.resolve():
         raise UserError("the file to write is the one to read; choose another name")
+    sidecar = own_sidecar(out)
     arrays, notes = _read(path, keys, split)
     if np.shape(arrays["terminals"]) != np.shape(arrays["observations"])[:1]:
         arrays = _with_flags(arrays)
@@ -272,16 +275,17 @@ def convert(
         notes += said
         problems = _refuse(path, arrays)
     of_their_own = scale_actions and split is not None and not (action_low or action_high)
-    sidecar = out.with_suffix(".json")
-    sidecar.unlink(missing_ok=True)
-    with atomic_file(out) as temporary:
-        with open(temporary, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-        digest = sha256_file(temporary)
     about: dict[str, Any] = {"source": path.name, "source_sha256": sha256_file(path), "cut": cut, "notes": notes}
     place = hdf5.recorded_in(path) if path.suffix in HDF5 else None
     asked = {"recorded_in": place, "split": split, "keys": list(keys)}
     about |= {key: value for key, value in asked.items() if value}
+    with atomic_file(out) as temporary:
+        with open(temporary, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        digest = sha256_file(temporary)
+        sidecar.unlink(missing_ok=True)  # at the last moment: an older file keeps it if the new one cannot be written
     rows, episodes = len(arrays["terminals"]), int(arrays["terminals"].sum())
     write_sealed_json(sidecar, {**about, "episodes": episodes, "rows": rows, "sha256": digest})
     console = Console(highlight=False, soft_wrap=True)
