@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -141,6 +142,36 @@ def test_the_check_names_the_command_that_scales(tmp_path, capsys):
     options = ["--action-low", *LOW.tolist(), "--action-high", *HIGH.tolist()]
     assert run("data", "convert", tmp_path / "mine.npz", tmp_path / "given.npz", *options) == 0
     assert np.array_equal(read_npz(tmp_path / "given.npz")["action_low"], LOW)
+
+
+@pytest.mark.parametrize("layout", ["d4rl", "maze2d", "minari", "robomimic"])
+def test_what_is_scaled_is_not_clipped_before(layout, tmp_path, capsys):
+    """1.0008 of a unit is no rounding: the bound is what was recorded, and can be given again."""
+    path, out = tmp_path / f"{layout}.hdf5", tmp_path / "out.npz"
+    observations = np.random.default_rng(0).normal(size=(9, 4))
+    actions = np.float32(np.linspace(-1.0008, 1.0002, 16).reshape(8, 2))
+    flat = layout in ("d4rl", "maze2d")
+    with h5py.File(path, "w") as file:
+        place = {"minari": "episode_0/", "robomimic": "data/demo_0/"}.get(layout, "")
+        if layout == "robomimic":
+            file[f"{place}obs/x"], file[f"{place}next_obs/x"] = observations[:-1], observations[1:]
+        else:
+            file[f"{place}observations"] = 1e-3 * observations  # of one walk, in which nothing jumps
+        file[f"{place}actions"] = np.append(actions, actions[:1], 0) if flat else actions
+        if flat:
+            file["terminals"] = np.arange(9) == 8
+    assert run("data", "convert", path, out, "--scale-actions") == 0
+    made = read_npz(out)
+    assert np.array_equal(made["action_low"], actions.min(0)) and np.array_equal(made["action_high"], actions.max(0))
+    assert np.array_equal(unscale(made["actions"][:1], made["action_low"], made["action_high"]), actions[:1])
+    given = ["--action-low", -1.01, "--action-high", 1.01]
+    assert run("data", "convert", path, out, "--overwrite", *given) == 0
+    np.testing.assert_allclose(unscale(read_npz(out)["actions"][0], -1.01, 1.01), actions[0], atol=1e-6)
+    assert "clipped" not in capsys.readouterr().out
+    for plain in ([], ["--action-low", -1, "--action-high", 1]):  # in [-1, 1] by nature, but for rounding
+        assert run("data", "convert", path, out, "--overwrite", *plain) == 0
+        assert "actions up to 1.0008 are clipped to 1" in said(capsys.readouterr().out)
+        assert np.array_equal(read_npz(out)["actions"][:-1], actions.clip(-1, 1))
 
 
 def test_other_errors_are_told_before_anything_is_scaled(tmp_path, capsys):

@@ -16,6 +16,7 @@ from qhyer.errors import UserError
 
 NAMES = ("action_low", "action_high")
 ROUNDING = 1e-6  # of a column's span: actions this far beyond given bounds are at them
+CLIPPED = 1e-3  # actions this far beyond [-1, 1] are meant to be in it
 
 
 def scale(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:  # (..., d_a) -> (..., d_a) float32
@@ -80,7 +81,8 @@ def scaled(arrays: Arrays, low: Sequence[float] = (), high: Sequence[float] = ()
         least_given, greatest_given = _each("low", low, columns), _each("high", high, columns)
         if wrong := wrong_bounds(columns, least_given, greatest_given):
             raise UserError(wrong)
-        slack = ROUNDING * (greatest_given.astype(np.float64) - least_given)
+        plain = (least_given == -1) & (greatest_given == 1)  # such actions are what a reader clips
+        slack = np.where(plain, CLIPPED, ROUNDING * (greatest_given.astype(np.float64) - least_given))
         beyond = np.flatnonzero((least < least_given - slack) | (greatest > greatest_given + slack))
         if len(beyond):
             found = ", ".join(f"{c}: {least[c]:.6g} to {greatest[c]:.6g}" for c in beyond[:8])
@@ -88,6 +90,9 @@ def scaled(arrays: Arrays, low: Sequence[float] = (), high: Sequence[float] = ()
                 f"actions lie beyond the bounds given, by column: {found}. Give bounds that hold them, or leave both "
                 "out (--scale-actions: each column's own least and greatest)"
             )
+        worst = np.maximum(-least, greatest)[plain].max(initial=0)
+        if worst > 1 + ROUNDING:
+            notes.append(f"actions up to {worst:.6g} are clipped to 1")
         least, greatest = least_given, greatest_given
     else:
         still = np.flatnonzero(least == greatest)

@@ -250,7 +250,8 @@ def convert(
     if out.exists() and out.resolve() == path.resolve():
         raise UserError("the file to write is the one to read; choose another name")
     sidecar = own_sidecar(out)
-    arrays, notes = _read(path, keys, split)
+    scaling = scale_actions or bool(action_low or action_high)
+    arrays, notes = _read(path, keys, split, clip=not scaling)  # 1.0008 of actions in other units is what was recorded
     if np.shape(arrays["terminals"]) != np.shape(arrays["observations"])[:1]:
         arrays = _with_flags(arrays)
     dataset = registry.DATASETS.get(path.stem)
@@ -268,7 +269,6 @@ def convert(
     if cut == "arrivals":
         arrays = pieces.recut(arrays)
         notes.append("cut where a goal was reached")
-    scaling = scale_actions or bool(action_low or action_high)
     problems = _refuse(path, arrays, *(["range"] if scaling else []))
     if scaling:
         arrays, said = bounds.scaled(arrays, action_low, action_high)
@@ -373,10 +373,12 @@ def _refuse(path: Path, arrays: Mapping[str, np.ndarray], *but: str) -> list[che
     return problems
 
 
-def _read(path: Path, keys: Sequence[str] = (), split: str | None = None) -> tuple[dict[str, np.ndarray], list[str]]:
+def _read(
+    path: Path, keys: Sequence[str] = (), split: str | None = None, *, clip: bool = True
+) -> tuple[dict[str, np.ndarray], list[str]]:
     """The arrays, and what was repaired when they were read."""
     if path.suffix in HDF5:
-        return hdf5.read(path, keys, split)
+        return hdf5.read(path, keys, split, clip=clip)
     if keys or split is not None:
         raise UserError(f"--keys and --split choose from an HDF5 file, and {path.name} is none")
     return read_npz(path), []

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from qhyer.data import robomimic
+from qhyer.data.bounds import CLIPPED
 from qhyer.data.columns import Columns
 from qhyer.data.pieces import Arrays, gather, is_about
 from qhyer.errors import CorruptFile, DataError, UserError
@@ -23,7 +24,6 @@ from qhyer.errors import CorruptFile, DataError, UserError
 WALK = 1000  # transitions of the pieces a continuing walk is cut into, as in the generated datasets
 # Further than anything moves in a step: the point at most 0.05, the ant about half a metre.
 JUMP = {"maze2d": 0.2, "antmaze": 1.0}
-ROUNDING = 1e-3  # actions this far beyond [-1, 1] are clipped; further ones are left for the check to refuse
 FLAT = ("observations", "actions", "terminals")
 LAYOUTS = (
     "D4RL's is flat (observations, actions, rewards, terminals, timeouts, infos/goal), Minari's has a group for each "
@@ -42,11 +42,14 @@ def read_hdf5(path: str | Path) -> Arrays:
     return arrays
 
 
-def read(path: str | Path, keys: Sequence[str] = (), split: str | None = None) -> tuple[Arrays, list[str]]:
+def read(
+    path: str | Path, keys: Sequence[str] = (), split: str | None = None, *, clip: bool = True
+) -> tuple[Arrays, list[str]]:
     """The arrays of an HDF5 file, and a sentence for each thing that was repaired, or left out.
 
     keys    which observations to read, in this order, where the file keeps them by key; all of them if none is named
     split   of a robomimic file: read the demonstrations that its mask lists under this name
+    clip    put actions back that are beyond [-1, 1] by rounding; not where they have units of their own
     """
     import h5py
 
@@ -55,20 +58,26 @@ def read(path: str | Path, keys: Sequence[str] = (), split: str | None = None) -
         raise UserError(f"no dataset at {path}")
     try:
         with h5py.File(path, "r") as file:
-            if robomimic.is_layout(file):
-                arrays, notes = robomimic.read_demos(path, file, keys, split)
-                return _clipped(arrays, notes), notes
-            if split is not None:
-                raise UserError(f"{path} has no splits: those are masks of robomimic's files (--split)")
-            if any(_number(key) is not None for key in file):
-                return _minari(path, file, keys)
-            if keys:
-                raise UserError(f"{path} has no observations by key: only robomimic's files and Minari's do (--keys)")
-            if "observations" in file or "actions" in file:
-                return _d4rl(path, file)
-            found = ", ".join(sorted(file)[:8]) or "nothing"
+            arrays, notes = _read(path, file, keys, split)
     except (OSError, RuntimeError, KeyError) as error:  # h5py's, of what is damaged or linked to nothing
         raise CorruptFile(f"{path} cannot be read as HDF5, or its end is missing: {error}") from error
+    for name in ("observations", "actions"):
+        arrays[name] = arrays[name].astype(np.float32)
+    return _clipped(arrays, notes) if clip else arrays, notes
+
+
+def _read(path: Path, file: Any, keys: Sequence[str], split: str | None) -> tuple[Arrays, list[str]]:
+    if robomimic.is_layout(file):
+        return robomimic.read_demos(path, file, keys, split)
+    if split is not None:
+        raise UserError(f"{path} has no splits: those are masks of robomimic's files (--split)")
+    if any(_number(key) is not None for key in file):
+        return _minari(path, file, keys)
+    if keys:
+        raise UserError(f"{path} has no observations by key: only robomimic's files and Minari's do (--keys)")
+    if "observations" in file or "actions" in file:
+        return _d4rl(path, file)
+    found = ", ".join(sorted(file)[:8]) or "nothing"
     raise DataError(f"{path} has an unknown layout (it holds {found}): {LAYOUTS}")
 
 
@@ -158,7 +167,7 @@ def _one_walk(arrays: Arrays, terminals: np.ndarray, timeouts: np.ndarray | None
     pieces = list(zip(np.append(0, cuts + 1), np.append(cuts, rows - 1)))
     made = gather(arrays, [piece for begin, end in pieces for piece in _fixed(int(begin), int(end), WALK)])
     notes.append(f"one walk without resets, cut every {WALK} steps; arrivals at goals are kept as `arrivals`")
-    return _clipped(made, notes)
+    return made
 
 
 def _episodes(
@@ -200,7 +209,7 @@ def _episodes(
         notes.append(f"{int((~kept).sum())} episodes of a single row are left out")
     if not kept.any():
         raise DataError("every episode has a single row: timeouts and terminals mark every step")
-    return _clipped(gather(arrays, list(zip(first[kept], last[kept]))), notes)
+    return gather(arrays, list(zip(first[kept], last[kept])))
 
 
 def from_legacy(arrays: Arrays, rows: int, columns: int) -> Arrays:
@@ -297,7 +306,7 @@ def _minari(path: Path, file: Any, keys: Sequence[str]) -> tuple[Arrays, list[st
         arrays["goal_indices"] = np.array(columns)
     if whole.first:
         arrays["observation_names"] = np.array(whole.names())
-    return _clipped(arrays, notes), notes
+    return arrays, notes
 
 
 def _minari_observations(
@@ -374,12 +383,11 @@ def _fixed(begin: int, end: int, steps: int) -> list[tuple[int, int]]:
 
 
 def _clipped(arrays: Arrays, notes: list[str]) -> Arrays:
-    """float32, and actions that are out of range by rounding alone put back."""
-    arrays["observations"] = arrays["observations"].astype(np.float32)
-    actions = arrays["actions"] = arrays["actions"].astype(np.float32)
+    """Actions that are out of range by rounding alone are put back."""
+    actions = arrays["actions"]
     if actions.size and np.isfinite(actions).all():
         worst = float(np.abs(actions).max())
-        if 1.0 + 1e-6 < worst <= 1.0 + ROUNDING:
+        if 1.0 + 1e-6 < worst <= 1.0 + CLIPPED:
             notes.append(f"actions up to {worst:.6g} are clipped to 1")
             arrays["actions"] = actions.clip(-1.0, 1.0)
     return arrays
