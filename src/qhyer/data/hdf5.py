@@ -17,7 +17,7 @@ import numpy as np
 
 from qhyer.data import robomimic
 from qhyer.data.bounds import CLIPPED
-from qhyer.data.columns import Columns
+from qhyer.data.columns import Columns, numbers
 from qhyer.data.pieces import Arrays, gather, is_about
 from qhyer.errors import CorruptFile, DataError, UserError
 
@@ -61,6 +61,8 @@ def read(
             arrays, notes = _read(path, file, keys, split)
     except (OSError, RuntimeError, KeyError) as error:  # h5py's, of what is damaged or linked to nothing
         raise CorruptFile(f"{path} cannot be read as HDF5, or its end is missing: {error}") from error
+    except (TypeError, ValueError, IndexError, AttributeError) as error:  # of what nobody thought of
+        raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). What is: {LAYOUTS}") from error
     for name in ("observations", "actions"):
         arrays[name] = arrays[name].astype(np.float32)
     return _clipped(arrays, notes) if clip else arrays, notes
@@ -96,26 +98,24 @@ def _d4rl(path: Path, file: Any) -> tuple[Arrays, list[str]]:
     missing = [key for key in FLAT if key not in file]
     if missing:
         raise DataError(f"{path} lacks {', '.join(missing)}; {LAYOUTS}")
-    arrays: Arrays = {
-        "observations": np.asarray(file["observations"][()]),
-        "actions": np.asarray(file["actions"][()]),
-    }
+
+    def stored(key: str, table: bool = False) -> np.ndarray:
+        return numbers(str(path), key, file[key], table)
+
+    arrays: Arrays = {key: stored(key, table=True) for key in ("observations", "actions")}
     if "rewards" in file:
-        arrays["rewards"] = np.ravel(file["rewards"][()]).astype(np.float32)
-    terminals = np.ravel(file["terminals"][()]) != 0
-    timeouts = np.ravel(file["timeouts"][()]) != 0 if "timeouts" in file else None
+        arrays["rewards"] = np.ravel(stored("rewards")).astype(np.float32)
+    terminals = np.ravel(stored("terminals")) != 0
+    timeouts = np.ravel(stored("timeouts")) != 0 if "timeouts" in file else None
     if "infos/goal" in file:
-        arrays["goals"] = np.asarray(file["infos/goal"][()], np.float32)
+        arrays["goals"] = stored("infos/goal", table=True).astype(np.float32)
     lengths = {key: len(array) for key, array in arrays.items()} | {"terminals": len(terminals)}
     lengths |= {} if timeouts is None else {"timeouts": len(timeouts)}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{count} of {key}" for key, count in lengths.items())
         raise DataError(f"{path} has unequal numbers of steps: {counts}")
-    if arrays["observations"].ndim != 2 or arrays["actions"].ndim != 2 or not lengths["actions"]:
-        raise DataError(
-            f"{path}: observations and actions must be (steps, columns), and are "
-            f"{arrays['observations'].shape} and {arrays['actions'].shape}"
-        )
+    if not lengths["actions"]:
+        raise DataError(f"{path} has no steps")
     widths = arrays["observations"].shape[1], arrays["actions"].shape[1]
     kind = {(4, 2): "maze2d", (29, 8): "antmaze"}.get(widths)
     notes: list[str] = []
@@ -266,12 +266,14 @@ def _minari(path: Path, file: Any, keys: Sequence[str]) -> tuple[Arrays, list[st
     columns: tuple[int, ...] | None = None
     for key in episodes:
         group = file[key]
+        if hasattr(group, "shape"):
+            raise DataError(f"{path}: {key} is an array; {LAYOUTS}")
         for needed in ("observations", "actions"):
             if needed not in group:
                 raise DataError(f"{path}: {key} lacks {needed}; {LAYOUTS}")
         if not hasattr(group["actions"], "shape"):
             raise DataError(f"{path}: the actions of {key} are not one array; only continuous actions can be learned")
-        actions = np.asarray(group["actions"][()])
+        actions = numbers(str(path), f"actions of {key}", group["actions"], table=True)
         observations, goals, columns = _minari_observations(path, key, group["observations"], columns, by_key, notes)
         if len(observations) != len(actions) + 1:
             raise DataError(
@@ -285,7 +287,7 @@ def _minari(path: Path, file: Any, keys: Sequence[str]) -> tuple[Arrays, list[st
         if goals is not None:
             rows["goals"] = goals.astype(np.float32)
         if "rewards" in group:
-            rewards = np.ravel(group["rewards"][()])
+            rewards = np.ravel(numbers(str(path), f"rewards of {key}", group["rewards"]))
             if len(rewards) != len(actions):
                 raise DataError(f"{path}: {key} has {len(rewards)} rewards and {len(actions)} actions")
             rows["rewards"] = np.append(0, rewards).astype(np.float32)
@@ -321,14 +323,13 @@ def _minari_observations(
     if hasattr(stored, "shape"):
         if by_key[""].asked:
             raise UserError(f"{path}: the observations of {key} are one array, without keys: leave out --keys")
-        array = np.asarray(stored[()])
-        if array.ndim != 2:
-            raise DataError(f"{path}: the observations of {key} have shape {array.shape}, not (steps, columns)")
-        return array, None, columns
+        return numbers(str(path), f"observations of {key}", stored, table=True), None, columns
 
     def part(name: str) -> np.ndarray:
-        inside = stored[name]
-        return np.asarray(inside[()]) if hasattr(inside, "shape") else by_key[name].read(f"{key}/{name}", inside)
+        inside, where = stored[name], f"{key}/{name}"
+        if hasattr(inside, "shape"):
+            return numbers(str(path), where, inside, table=True)
+        return by_key[name].read(where, inside)
 
     goals_apart = "observation" in stored and "achieved_goal" in stored
     plain = "observation" in stored and hasattr(stored["observation"], "shape")
@@ -343,6 +344,9 @@ def _minari_observations(
         return observation, None, columns
     achieved = part("achieved_goal")
     goals = part("desired_goal") if "desired_goal" in stored else None
+    for name, array in (("achieved_goal", achieved), ("desired_goal", achieved if goals is None else goals)):
+        if len(array) != len(observation):
+            raise DataError(f"{path}: {key} has {len(observation)} observations and {len(array)} of {name}")
     width = achieved.shape[1]
     if columns is None:  # decided once, by the first episode: a mixture of both would fit no network
         columns = _columns_of(observation, achieved)
