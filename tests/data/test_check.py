@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -367,6 +368,25 @@ def test_info_and_list_commands(tmp_path, capsys, monkeypatch):
     assert commands.list_() == 0
     assert "puzzle-4x6-noisy-v0" in capsys.readouterr().out
     assert commands.info("cube-single-play") == 0
+
+
+def test_units_in_names_are_shown_as_they_are(tmp_path, capsys, monkeypatch):
+    """Brackets are markup to the terminal's library: it would take them for styles, or for ends of styles."""
+    observations, actions, terminals = healthy()
+    names = ["x[m]", "v[m/s]", "rate[/s]", "[/s]", "force [bold]"]
+    monkeypatch.chdir(tmp_path)
+    folder = Path("of[/s]")  # a folder in a folder
+    folder.mkdir(parents=True)
+    three = {"observations": observations, "actions": actions, "terminals": terminals}
+    np.savez(folder / "mine.npz", **three, observation_names=names, **{"extra[/kg]": np.zeros(1)})
+    assert commands.info(str(folder / "mine.npz")) == 0
+    shown = capsys.readouterr().out
+    assert all(f"observation {index} {name}" in shown for index, name in enumerate(names))
+    assert "extra[/kg] (1,)" in shown and "of[/s]" in shown
+    assert (
+        commands.convert(str(folder / "mine.npz"), folder / "out.npz") == 0 and commands.check(folder / "out.npz") == 0
+    )
+    assert "of[/s]/out.npz: 1,000 rows" in capsys.readouterr().out
 
 
 def test_generate_command(tmp_path, monkeypatch, capsys):

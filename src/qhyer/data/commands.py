@@ -178,23 +178,27 @@ def info(name_or_path: str, /) -> int:
     ends = np.flatnonzero(arrays["terminals"])
     lengths = np.diff(ends, prepend=-1)
     facts = Table(show_header=False, box=None, pad_edge=False)
-    facts.add_row("file", str(path))
-    facts.add_row("rows", f"{len(observations):,}")
-    facts.add_row("episodes", f"{len(ends):,}" + (f" of {_span(lengths)} rows" if len(ends) else ""))
-    facts.add_row("observation", f"{observations.shape[1]} columns, {observations.dtype}")
-    facts.add_row("action", f"{actions.shape[1]} columns, {actions.dtype}")
+
+    def tell(label: str, text: str) -> None:
+        facts.add_row(label, escape(text))  # names of columns, with their units in brackets, are no markup
+
+    tell("file", str(path))
+    tell("rows", f"{len(observations):,}")
+    tell("episodes", f"{len(ends):,}" + (f" of {_span(lengths)} rows" if len(ends) else ""))
+    tell("observation", f"{observations.shape[1]} columns, {observations.dtype}")
+    tell("action", f"{actions.shape[1]} columns, {actions.dtype}")
     units = [arrays[name] for name in bounds.NAMES if name in arrays]
     if len(units) == 2 and bounds.wrong_bounds(actions.shape[1], *units) is None:
-        facts.add_row("own units", f"-1 and 1 of actions stand for {bounds.told(*units)}")
+        tell("own units", f"-1 and 1 of actions stand for {bounds.told(*units)}")
     small = [problem.brief for problem in problems if problem.code == "small"]
     if small:
-        facts.add_row("warning", *small)
-    facts.add_row("goal", escape(told))
+        tell("warning", *small)
+    tell("goal", told)
     others = sorted(set(arrays) - {"observations", "actions", "terminals"})
     if others:
-        facts.add_row("also", ", ".join(f"{key} {arrays[key].shape}" for key in others))
+        tell("also", ", ".join(f"{key} {arrays[key].shape}" for key in others))
     for label, value in _provenance(path):
-        facts.add_row(label, value)
+        tell(label, value)
     console.print(facts)
 
     ranges = Table(title="ranges", title_justify="left")
@@ -207,7 +211,7 @@ def info(name_or_path: str, /) -> int:
             if kind == "observation" and names is not None and index < len(names):
                 label += f" {names[index]}"
             mark = "*" if kind == "observation" and index in goal else ""
-            ranges.add_row(label, *(f"{float(value):.4g}" for value in values), mark)
+            ranges.add_row(escape(label), *(f"{float(value):.4g}" for value in values), mark)
     console.print(ranges)
     return 0
 
@@ -299,7 +303,7 @@ def convert(
         )
     if dataset is None and (found := checks.in_brief(problems, str(out))):
         console.print(f"{path.name}: warning: {found}", markup=False)
-    console.print(f"wrote {out}: {rows:,} rows, {episodes:,} episodes")
+    console.print(f"wrote {out}: {rows:,} rows, {episodes:,} episodes", markup=False)
     return 0
 
 
@@ -314,7 +318,7 @@ def list_() -> int:
         found = registry.find(dataset.name)
         place = "" if found is None else f"{found} ({found.stat().st_size / 1e6:,.0f} MB)"
         rows = dataset.episodes * dataset.rows
-        table.add_row(dataset.name, f"{dataset.episodes:,}", f"{rows:,}", str(len(dataset.goal_indices)), place)
+        table.add_row(dataset.name, f"{dataset.episodes:,}", f"{rows:,}", str(len(dataset.goal_indices)), escape(place))
     Console(highlight=False).print(table)
     return 0
 
@@ -341,7 +345,8 @@ def ant(
     train(config, out, overwrite=overwrite)
     walked = Walked(**ants.about(out)["walked"])
     Console(highlight=False, soft_wrap=True).print(
-        f"wrote {out}: to goals four cells away, {walked}; `qhyer data generate NAME --ant {out}` uses it"
+        f"wrote {out}: to goals four cells away, {walked}; `qhyer data generate NAME --ant {out}` uses it",
+        markup=False,
     )
     return 0
 
