@@ -187,7 +187,7 @@ def test_actions_far_inside_their_range():
     message = only(find_problems(observations, actions, terminals), "warning", "small")
     assert "in some columns: 0: -0.039" in message and "1: " not in message
     assert "`qhyer data convert FILE OUT.npz --scale-actions` maps" in message
-    assert find_problems(observations, actions, terminals, bounded=True) == []
+    assert find_problems(observations, actions, terminals, low=-np.ones(2), high=np.ones(2)) == []
     actions[5, 0] = -0.21  # as little as that is enough
     assert find_problems(observations, actions, terminals) == []
     actions[:, 0] = 0.04  # a column that never changes is something else

@@ -153,10 +153,11 @@ def _with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _problems(arrays: Mapping[str, np.ndarray]) -> list[checks.Problem]:
     needed = (arrays["observations"], arrays["actions"], arrays["terminals"])
-    problems = checks.find_problems(*needed, arrays.get("rewards"), bounded=bounds.NAMES[0] in arrays)
+    low, high = map(arrays.get, bounds.NAMES)
+    problems = checks.find_problems(*needed, arrays.get("rewards"), low=low, high=high)
     if any(problem.code == "shape" for problem in problems):
         return problems
-    wrong = bounds.wrong_bounds(arrays["actions"].shape[1], *map(arrays.get, bounds.NAMES))
+    wrong = bounds.wrong_bounds(arrays["actions"].shape[1], low, high)
     return [*([checks.Problem("error", "bounds", wrong)] if wrong else []), *problems]
 
 
@@ -190,7 +191,7 @@ def info(name_or_path: str, /) -> int:
     units = [arrays[name] for name in bounds.NAMES if name in arrays]
     if len(units) == 2 and bounds.wrong_bounds(actions.shape[1], *units) is None:
         tell("own units", f"-1 and 1 of actions stand for {bounds.told(*units)}")
-    small = [problem.brief for problem in problems if problem.code == "small"]
+    small = [problem.brief for problem in problems if problem.code in ("small", "units")]
     if small:
         tell("warning", *small)
     tell("goal", told)
@@ -239,7 +240,8 @@ def convert(
         maze: of D4RL's maze2d files: turn them into the coordinates of maze2d-MAZE-v1, with the rewards of its goal
         keys: of robomimic's files, and Minari's with dicts: the observations to read, in this order; all if not given
         split: of robomimic's files: the demonstrations that mask lists under this name, such as train; all if not given
-        scale_actions: map each column of actions to [-1, 1] by its least and greatest; policies act in your units
+        scale_actions: map each column of actions to [-1, 1] by its least and greatest, or by the bounds in the file
+            that they have not been scaled by yet; policies act in your units
         action_low: what becomes -1 instead, with action-high: a number for each column, or one for all
         action_high: what becomes 1 instead
         overwrite: replace `out` if it is there
@@ -277,7 +279,7 @@ def convert(
     if scaling:
         arrays, said = bounds.scaled(arrays, action_low, action_high)
         notes += said
-        problems = _refuse(path, arrays)
+        problems = [problem for problem in _refuse(path, arrays) if problem.code != "units"]  # one knows them now
     of_their_own = scale_actions and split is not None and not (action_low or action_high)
     about: dict[str, Any] = {"source": path.name, "source_sha256": sha256_file(path), "cut": cut, "notes": notes}
     place = hdf5.recorded_in(path) if path.suffix in HDF5 else None

@@ -176,8 +176,7 @@ class Episodes:
         except ValueError as error:
             raise DataError(f"{name}: not an array, rows of unequal length? ({error})") from None
         flags = end_flags(ends, observations.shape[0] if observations.ndim else 0)
-        bounded = action_low is not None
-        problems = check.find_problems(observations, actions, flags, bounded=bounded)
+        problems = check.find_problems(observations, actions, flags, low=action_low, high=action_high)
         errors = [p for p in problems if p.severity == "error"]
         if errors:
             raise DataError(check.describe(name, errors))
