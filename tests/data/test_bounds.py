@@ -288,7 +288,9 @@ def test_bounds_beside_actions_that_are_of_neither(tmp_path, capsys):
     mine, _ = beside(tmp_path, 1.3, 300.0)  # noise on scaled actions?
     assert run("data", "check", mine) == 1
     shown = said(capsys.readouterr().out)
-    assert "clip them to [-1, 1] if they were scaled. If they were not, `qhyer data convert FILE OUT.npz --ac" in shown
+    assert (
+        "whether they were scaled: if so, clip them to [-1, 1]; if not, `qhyer data convert FILE OUT.npz --ac" in shown
+    )
     assert run("data", "convert", mine, tmp_path / "no.npz", "--scale-actions") == 2
     mine, _ = beside(tmp_path, 0.05, 0.05, action_high=np.ones(2))  # of the bounds themselves it is told first
     assert (

@@ -263,8 +263,8 @@ def _how_to_scale(stand: str, low: Any, high: Any) -> str:
             "--action-low ... --action-high ...` scales them by bounds that hold them"
         )
     return (
-        f"They lie between {beside}, but use little of what is there: clip them to [-1, 1] if they were scaled. If "
-        f"they were not, `qhyer data convert FILE OUT.npz {bounds.options(*ends)}` scales them"
+        f"They lie between {beside}, which does not show whether they were scaled: if so, clip them to [-1, 1]; if "
+        f"not, `qhyer data convert FILE OUT.npz {bounds.options(*ends)}` scales them"
     )
 
 
