@@ -144,7 +144,7 @@ def run_cells(
     for text in mixed:
         console.print(f"[red]not comparable:[/red] {escape(text)}", soft_wrap=True)
     if not failed:
-        console.print(f"`qhyer report {cells[0].out}` makes a page of them", soft_wrap=True)
+        console.print(f"`qhyer report {cells[0].out}` makes a page of them", markup=False, soft_wrap=True)
     return 1 if failed or mixed else 0
 
 

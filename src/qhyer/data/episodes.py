@@ -176,8 +176,7 @@ class Episodes:
         except ValueError as error:
             raise DataError(f"{name}: not an array, rows of unequal length? ({error})") from None
         flags = end_flags(ends, observations.shape[0] if observations.ndim else 0)
-        bounded = action_low is not None
-        problems = check.find_problems(observations, actions, flags, bounded=bounded)
+        problems = check.find_problems(observations, actions, flags, low=action_low, high=action_high)
         errors = [p for p in problems if p.severity == "error"]
         if errors:
             raise DataError(check.describe(name, errors))
@@ -321,10 +320,8 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
             f"no dataset at {path}{did_you_mean(path.name, beside)} (`qhyer data generate NAME` makes those of "
             "`qhyer data list`)"
         )
-    sidecar = path.with_suffix(".json")
+    sidecar = own_sidecar(path)
     if sidecar.is_file():
-        if b'"seal"' not in sidecar.read_bytes() and b"sha256" not in sidecar.read_bytes():
-            raise UserError(f"{sidecar} is not a sidecar this project wrote; rename it, it stands where one belongs")
         recorded = read_sealed_json(sidecar).get("sha256")
         if recorded != sha256_file(path):
             raise CorruptFile(
@@ -345,6 +342,19 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
             "terminals (N,) with 1 on each episode's last row"
         )
     return arrays
+
+
+def own_sidecar(path: Path) -> Path:
+    """Where a file's sidecar is, or would be; an error if something stands there that this project did not write."""
+    sidecar = path.with_suffix(".json")
+    if sidecar.is_file():
+        content = sidecar.read_bytes()
+        ours = b'"seal"' in content or b"sha256" in content
+    else:
+        ours = not sidecar.exists()
+    if not ours:
+        raise UserError(f"{sidecar} is not a sidecar this project wrote; rename it, it stands where one belongs")
+    return sidecar
 
 
 def columns_told(columns: Sequence[int], names: Sequence[str] | None) -> str:

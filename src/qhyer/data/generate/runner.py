@@ -118,7 +118,7 @@ def generate(
             job.collect(missing, workers, console, launcher, address)
             for split, count in missing.items():
                 job.finish(split, count)
-                console.print(f"wrote {job.path(split)}", highlight=False, soft_wrap=True)
+                console.print(f"wrote {job.path(split)}", markup=False, highlight=False, soft_wrap=True)
     return job.path("train")
 
 
@@ -176,7 +176,12 @@ class Job:
             if overwrite:
                 return False
             raise CorruptFile(f"{path} is damaged: its SHA-256 is not the one in {sidecar.name}; {again}")
-        console.print(f"{path} is there already, with these settings; nothing to do", highlight=False, soft_wrap=True)
+        console.print(
+            f"{path} is there already, with these settings; nothing to do",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
         return True
 
     def _working_key(self) -> Any:
@@ -194,7 +199,9 @@ class Job:
             if key != self.key:
                 left = [item for item in self.work.iterdir() if item.name != "lock"]
                 if left:
-                    console.print(f"{self.work} holds episodes of other settings or versions; they are removed")
+                    console.print(
+                        f"{self.work} holds episodes of other settings or versions; they are removed", markup=False
+                    )
                 for item in left:
                     item.unlink()
                 write_json(self.work / "settings.json", self.key)
@@ -366,7 +373,7 @@ def _collect_ray(
     names = [f"{seeds.split} episode {seeds.index}" for seeds, _ in tasks]
 
     def note(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     failed: list[Outcome[Arrays]] = []
     outcomes = launch(_remote_episode, jobs, launcher="ray", workers=workers, address=address, names=names, note=note)
