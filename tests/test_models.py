@@ -172,6 +172,20 @@ def test_what_the_model_says_of_itself(run, here, monkeypatch):
     assert str(here) not in card + (made / "model.json").read_text()
 
 
+def test_what_acting_alone_reads_can_be_changed(run, here):
+    made = models.export(run, here / "m", override=["history=hopping", "past_q=critic"])
+    agent, about = models.load(made)
+    assert (agent.config.history, agent.config.past_q) == ("hopping", "critic")
+    assert any(name.startswith("critic.") for name in load_file(made / "model.safetensors"))  # past_q asks it
+    assert about["scores"] is None and about["override"] == ["history=hopping", "past_q=critic"]
+    card = (made / "README.md").read_text()
+    assert "It acts with `history=hopping`, `past_q=critic`" in card and "another way of acting" in card
+    for wrong, words in (("width=32", "training reads it"), ("histry=hopping", "did you mean history"), ("x", "FIELD")):
+        with pytest.raises(UserError, match=words):
+            models.export(run, here / "n", override=[wrong])
+    assert not (here / "n").exists()
+
+
 def test_the_command_names_nobodys_folders():
     command = "qhyer train qhyer /home/me/data/mine.npz --out=/tmp/run --goal 0 1 --name 'a b'"
     assert models._portable(command) == "qhyer train qhyer mine.npz --out=run --goal 0 1 --name 'a b'"

@@ -164,7 +164,7 @@ def ablate(
     changes: dict[str, Any] = {key: list(given) for key, given in (("datasets", dataset), ("seeds", seeds)) if given}
     changes |= {"out": str(out)} | ({"preset": preset} if preset else {}) | ({"environment": env} if env else {})
     changes |= {"goal": list(map(coordinate, goal))} if goal else {}
-    fields = dict(map(manifest.override, override)) | ({} if steps is None else {"steps": steps})
+    fields = dict(map(manifest.field_and_value, override)) | ({} if steps is None else {"steps": steps})
     protocol = {"episodes": episodes, "tasks": list(tasks) or None, "device": device}
     how = {"device": device, "precision": precision}
     for key, given in (("override", fields), ("eval", protocol), ("train", how)):

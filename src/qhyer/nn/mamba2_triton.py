@@ -147,7 +147,7 @@ def _launch(length: int, width: int, size: int) -> dict[str, int]:
 
 
 def shared_bytes(length: int, width: int, size: int, dtype: torch.dtype) -> int:
-    """Shared memory that backward asks for at most, as compiled for Hopper by Triton 3.6 and 3.9: two tiles as M, two of
+    """Shared memory that backward asks for at most, as Triton 3.6 and 3.9 compile it for Hopper: two tiles as M, two of
     channels, four of states."""
     tile = _launch(length, width, size)
     T, P, S = tile["T"], tile["P"], tile["S"]
