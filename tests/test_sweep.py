@@ -26,6 +26,7 @@ from qhyer.data.generate import generate
 from qhyer.errors import UserError
 from qhyer.evaluate import EvalConfig
 from qhyer.records import normalised, read_rows
+from qhyer.storage import locked
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "sweep.toml"
 
@@ -375,6 +376,62 @@ def test_a_run_that_fails_does_not_stop_the_others(tiny, capsys, maze, monkeypat
     assert output.count("failed: pointmaze-large-stitch-v0/gcbc") == 2 and "the same command tries them" in output
     finished = [sweep.status(cell).finished for cell in manifest.read(tiny)]
     assert finished == [False, False, True, True]
+
+
+@pytest.mark.usefixtures("short_episodes")
+def test_a_run_that_another_process_trains_is_left_to_it(tiny, capsys, monkeypatch):
+    """Said for that run, others are made, and the end is no success; then the same command finds all done."""
+    first, second = manifest.read(tiny)
+    original = training.train
+
+    def slower(*arguments: Any, **options: Any) -> Path:
+        """Another sweep of the same manifest begins in the middle of the first run."""
+        monkeypatch.setattr(training, "train", original)
+
+        def on_step(step: int) -> None:
+            if step == 3:
+                assert call("sweep", tiny) == 1
+                output, told = capsys.readouterr()
+                output = " ".join(output.split())
+                assert f"1 of 2: {first.name}: left to another process" in output and "Traceback" not in output + told
+                assert f"left to another process: {first.name}: {first.folder.resolve()} is being trained" in output
+                assert "failed" not in output and "the same command tries them again" in output
+                assert sweep.status(second).finished and not sweep.status(first).finished
+
+        return original(*arguments, **options, on_step=on_step)
+
+    monkeypatch.setattr(training, "train", slower)
+    assert call("sweep", tiny) == 0
+    assert "2 of 2" in capsys.readouterr().out
+    lines = (first.folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 4, 6]
+    files = {"run.json": b"{}"}
+    with locked(first.folder / training.LOCK, "it is trained", ""):  # a run that goes to a cluster, or comes back
+        taken: dict[str, str] = {}
+        assert list(sweep._packed([first, second], taken)) == [second.name] and list(taken) == [first.name]
+        kept = sweep._brought(sweep.CellResult(1.0, files), first.folder)
+        assert kept.taken and not kept.files and sweep.status(first).finished
+    assert sweep._brought(sweep.CellResult(1.0, files), first.folder).files == files
+    assert [path.name for path in first.folder.iterdir()] == ["run.json"]
+
+
+@pytest.mark.usefixtures("short_episodes")
+def test_a_checkpoint_that_goes_while_it_is_read_is_no_damage(tiny, monkeypatch):
+    assert call("sweep", tiny, "--only", "s0-") == 0
+    cell = manifest.read(tiny)[0]
+    checkpoints, read = cell.folder / "checkpoints", checkpoint.read_state
+
+    def late(path: Path) -> dict[str, Any]:
+        monkeypatch.setattr(checkpoint, "read_state", read)
+        path.rename(checkpoints / "00000005")  # in its place a newer one
+        return read(path)
+
+    monkeypatch.setattr(checkpoint, "read_state", late)
+    at = sweep.status(cell)
+    assert not at.finished and "damaged" not in at.text
+    (checkpoints / "00000005").rename(checkpoints / "00000006")
+    (checkpoints / "00000006" / "state.json").unlink()
+    assert sweep.status(cell).text.startswith("damaged")
 
 
 @pytest.mark.usefixtures("short_episodes")
