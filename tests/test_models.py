@@ -279,6 +279,8 @@ def test_rows_go_where_they_belong(run, here):
         with pytest.raises(UserError, match="not written to"):
             models.evaluate_model("maze", FEW, out=Path(wrong), workers=0, quiet=True)
     shutil.copytree(run, "run")
+    with pytest.raises(UserError, match=r"run is a run, not a model: `qhyer eval run` .* `qhyer export run` makes"):
+        models.evaluate_model("run", FEW, workers=0, quiet=True)
     with pytest.raises(UserError, match="runs is a folder of runs: give one of them, such as runs/eval-maze"):
         Path("runs/eval-maze").mkdir(parents=True)
         Path("runs/eval-maze/run.json").write_text("{}")
@@ -290,6 +292,10 @@ def test_rows_go_where_they_belong(run, here):
     models.evaluate_model("maze", FEW, workers=0, quiet=True)
     with pytest.raises(UserError, match="has the rows of a model, and no weights: `qhyer eval --model maze`"):
         models.policy("runs/eval-maze")
+    with pytest.raises(
+        UserError, match="runs/eval-maze has the rows of a model, and is none: `qhyer eval --model maze`"
+    ):
+        models.evaluate_model("runs/eval-maze", FEW, workers=0, quiet=True)
     with pytest.raises(UserError, match="--overwrite"):
         models.evaluate_model("maze", one, workers=0, quiet=True)
     models.export(run, Path("models/maze"), dtype="fp32", overwrite=True)
