@@ -158,7 +158,7 @@ def test_what_the_model_says_of_itself(run, here, monkeypatch):
     about = models.read(made)
     for key in ("agent", "preset", "dataset", "environment", "seed", "config", "spec", "versions"):
         assert about[key] == info[key], key
-    assert about["data"] == {k: v for k, v in info["data"].items() if k != "path"}
+    assert about["data"] == {k: v for k, v in info["data"].items() if k not in ("path", "file")}
     assert about["updates"] == 2 and about["dtype"] == "bf16"
     rows = read_rows(run / "episodes.csv")
     assert set(about["scores"]["tasks"]) == {"1", "3"}

@@ -18,7 +18,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from qhyer import checkpoint, cli, envs, manifest, rollout, sweep
+from qhyer import checkpoint, cli, envs, manifest, rollout, runs, sweep
 from qhyer import train as training
 from qhyer.config import chosen
 from qhyer.data import registry
@@ -267,6 +267,8 @@ def test_runs_are_shown_made_and_then_left_alone(tiny, capsys, monkeypatch):
     output = capsys.readouterr().out
     assert "2 runs, 1 finished, 1 to do" in output and "1 of 1: pointmaze-medium-stitch-v0/gcbc-paper-s0" in output
     assert [sweep.status(cell).success for cell in cells] == [0.0, 0.0]
+    asked = {"episodes": 1, "seed": 0, "tasks": [3], "environment": "pointmaze-medium-v0"}
+    assert [runs.read(cell.folder)["evaluation"] for cell in cells] == [asked, asked]  # a later one is told from it
     assert contents(cells[0].folder)["weights"] != contents(cells[1].folder)["weights"]
 
     monkeypatch.setattr(sweep, "run_cell", None)
@@ -446,6 +448,13 @@ def test_damage_and_changed_data_are_noticed(tiny, capsys, monkeypatch):
     assert f"pointmaze-medium-stitch-v0.npz has changed since the training of {first.name}:" in output
     assert "were trained on different data" in output
     assert sweep.status(second).finished
+    made = runs.read(first.folder)["data"]["generated"]
+    assert (made["episodes"], made["seed"], made["own"]) == (4, 0, {"rows": 30}) and len(made["sha256"]) == 64
+    sidecar = Path("data/pointmaze-medium-stitch-v0.json")
+    sidecar.rename("aside")  # one alone is told apart by its sidecar, whatever its size and time
+    assert sweep._looks_the_same(sidecar.with_suffix(".npz"), second.folder / "run.json") is False
+    Path("aside").rename(sidecar)
+    assert sweep._looks_the_same(sidecar.with_suffix(".npz"), second.folder / "run.json")
     weights = checkpoint.latest(first.folder / "checkpoints") / "agent.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0\1")
     assert sweep.status(first).text.startswith("damaged")
@@ -454,7 +463,7 @@ def test_damage_and_changed_data_are_noticed(tiny, capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("short_episodes")
-def test_own_data(tiny, capsys):
+def test_own_data(tiny, capsys, monkeypatch):
     generator = np.random.default_rng(0)
     ends = np.zeros(120, bool)
     ends[39::40] = True
@@ -465,6 +474,10 @@ def test_own_data(tiny, capsys):
     (cell,) = manifest.read(tiny)
     info = json.loads((cell.folder / "run.json").read_text())
     assert sweep.status(cell).finished and cell.name.startswith("mine/gcbc")
+    with monkeypatch.context() as patch:  # a file that looks as it did is not read
+        patch.setattr(sweep, "_load", None)
+        assert call("sweep", tiny) == 0
+    assert "generated" not in info["data"] and info["data"]["file"]["bytes"] == Path("mine.npz").stat().st_size
     assert info["data"]["path"] == str(Path("mine.npz").resolve()) and info["spec"]["goal_indices"] == [0, 1]
     capsys.readouterr()
     later = (cell.folder / "run.json").stat().st_mtime + 1000
@@ -475,6 +488,8 @@ def test_own_data(tiny, capsys):
     assert call("sweep", tiny) == 0 and "mine.npz has changed since the training of mine/gcbc" in " ".join(
         capsys.readouterr().out.split()
     )
+    os.utime("mine.npz", (1e9, 1e9))  # copied over with its date, before the training (cp -p, rsync -t)
+    assert call("sweep", tiny) == 0 and "mine.npz has changed" in " ".join(capsys.readouterr().out.split())
     Path("mine.npz").write_bytes(b"broken")  # nothing is to be trained on it: a note
     os.utime("mine.npz", (later, later))
     assert call("sweep", tiny) == 0 and "mine.npz has changed" in " ".join(capsys.readouterr().out.split())

@@ -74,7 +74,7 @@ def export(
             "config": info["config"],
             "train": info.get("train"),
             "spec": info["spec"],
-            "data": {k: v for k, v in (info.get("data") or {}).items() if k != "path"},
+            "data": {k: v for k, v in (info.get("data") or {}).items() if k not in ("path", "file")},
             "versions": info.get("versions"),
             "command": _portable(info.get("command")),
             "hardware": info.get("hardware"),

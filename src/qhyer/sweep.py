@@ -32,7 +32,7 @@ from qhyer import rollout
 from qhyer.errors import CorruptFile, Taken, UserError
 from qhyer.launch import Launcher, Lost, cores, failure, launch, tell
 from qhyer.progress import listened
-from qhyer.storage import refusal
+from qhyer.storage import refusal, write_json
 from qhyer.watch import EVALUATING, TRAINING, Task, Watch
 
 if TYPE_CHECKING:
@@ -314,8 +314,8 @@ def _untouched_stages(cells: Sequence[Cell]) -> list[str]:
 
 
 def _changed_data(cells: Sequence[Cell]) -> list[str]:
-    """A sentence for each dataset that is another than a finished run was trained on. Only files written since a run
-    began are read; what is in them decides."""
+    """A sentence for each dataset that is another than a finished run was trained on. Only files that do not look as
+    they did then are read; what is in them decides."""
     from qhyer import runs
     from qhyer.data import registry
 
@@ -324,7 +324,7 @@ def _changed_data(cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         own = cell.dataset.endswith(".npz")
         file, about = Path(cell.dataset) if own else registry.find(cell.dataset), cell.folder / "run.json"
-        if file is None or not file.is_file() or file.stat().st_mtime <= about.stat().st_mtime:
+        if file is None or not file.is_file() or _looks_the_same(file, about):
             continue
         key = cell.dataset, cell.goal
         if key not in now:
@@ -338,6 +338,20 @@ def _changed_data(cells: Sequence[Cell]) -> list[str]:
         f"{file} has changed since the training of {', '.join(names)}: remove the folders to train on it as it is now"
         for file, names in older.items()
     ]
+
+
+def _looks_the_same(file: Path, about: Path) -> bool:
+    """Whether a dataset's file is as it was when a run began, without reading it: size, time and sidecar. Runs of
+    earlier versions tell their own time alone, which a file that was copied with its date is older than."""
+    from qhyer.data.origin import sidecar
+    from qhyer.runs import read
+
+    data, now = read(about.parent).get("data", {}), file.stat()
+    if "file" not in data:
+        return now.st_mtime <= about.stat().st_mtime
+    made = data.get("generated") or {}
+    then = {"bytes": now.st_size, "modified": now.st_mtime_ns}
+    return data["file"] == then and made.get("sha256") == (sidecar(file).get("sha256") if made else None)
 
 
 def _mixed_data(cells: Sequence[Cell]) -> list[str]:
@@ -576,6 +590,22 @@ def _train_and_evaluate(job: CellJob, run: Path) -> None:
                 workers=job.eval_workers,
                 quiet=job.quiet,
             )
+        _keep_protocol(cell, run)
+
+
+def _keep_protocol(cell: Cell, run: Path) -> None:
+    """run.json says which evaluation the manifest asked for: a later one of other episodes is told from it."""
+    from qhyer import runs
+    from qhyer.records import read_rows
+
+    assert cell.eval is not None
+    info, rows = runs.read(run), read_rows(run / "episodes.csv")
+    last = max((row.step for row in rows), default=0)
+    tasks = cell.eval.tasks or {row.task for row in rows if row.step == last}
+    asked = {"episodes": cell.eval.episodes, "seed": cell.eval.seed, "tasks": sorted(tasks)}
+    asked |= {"environment": cell.environment or info["environment"]}
+    if info.get("evaluation") != asked:
+        write_json(run / "run.json", {**info, "evaluation": asked})
 
 
 def _episodes(job: CellJob) -> Episodes:

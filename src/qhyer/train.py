@@ -295,6 +295,7 @@ def _train(
                 "transitions": episodes.num_transitions,
                 "path": str(Path(dataset).resolve()) if dataset.endswith(".npz") else None,
                 **{name: end.tolist() for name, end in zip(("low", "high"), spans)},
+                **registry.origin_of(episodes),
             },
             "spec": episodes.spec().stored(),
             "versions": runs.versions(),
