@@ -82,7 +82,7 @@ def export(
             **({"override": list(override)} if override else {}),
             "train": info.get("train"),
             "spec": info["spec"],
-            "data": {k: v for k, v in (info.get("data") or {}).items() if k != "path"},
+            "data": {k: v for k, v in (info.get("data") or {}).items() if k not in ("path", "file")},
             "versions": info.get("versions"),
             "command": _portable(info.get("command")),
             "hardware": info.get("hardware"),
@@ -250,6 +250,11 @@ def find(name: str | Path) -> Path:
     short = _short(str(name))
     if short in known:
         return known[short]
+    if (Path(name) / "run.json").is_file():
+        if model := runs.read(Path(name)).get("model"):
+            raise UserError(f"{name} has the rows of a model, and is none: `qhyer eval --model {model['name']}`")
+        makes = f"`qhyer eval {name}` evaluates it, and `qhyer export {name}` makes a model of it"
+        raise UserError(f"{name} is a run, not a model: {makes}")
     if told := runs.folder_of_runs(Path(name)):
         raise UserError(told)
     hint = did_you_mean(short, known)

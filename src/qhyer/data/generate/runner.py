@@ -43,6 +43,7 @@ from qhyer.errors import CorruptFile, UserError
 from qhyer.launch import Launcher, Outcome, cores, follow_parent, launch
 from qhyer.storage import (
     atomic_file,
+    locked,
     read_sealed_json,
     sha256_file,
     sweep_partial,
@@ -193,8 +194,8 @@ class Job:
     @contextlib.contextmanager
     def working_folder(self, console: Console) -> Iterator[None]:
         """The folder of finished episodes: emptied if of other settings, removed when all is done."""
-        self.work.mkdir(exist_ok=True)
-        with _locked(self.work / "lock", self.recipe.name):
+        what = f"{self.recipe.name} is being generated in {self.folder}"
+        with locked(self.work / "lock", what, "let it end, or stop it and run the same again"):
             key = self._working_key()
             if key != self.key:
                 left = [item for item in self.work.iterdir() if item.name != "lock"]
@@ -273,22 +274,6 @@ def _differences(recorded: Any, wanted: dict[str, Any]) -> list[str]:
         elif there != value:
             found.append(f"{name} {there} there, {value} asked for")
     return found
-
-
-@contextlib.contextmanager
-def _locked(path: Path, name: str) -> Iterator[None]:
-    """One process at a time in a working folder. Released by the system however the process ends."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks here; two runs at once would merely do the work twice
-        yield
-        return
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{name} is being generated in {path.parent.parent} by another process") from None
-        yield
 
 
 # ------------------------------------------------------------------------------------------------ workers
