@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -296,7 +297,13 @@ def test_tables_of_other_options_stay(here, capsys, monkeypatch):
     assert tiny("regression", "--only", "demo-s0-") == 0
     first = tables()
     assert list(first) == [f"{stem}.csv"] and ",5,8,2,4," not in first[f"{stem}.csv"]
-    capsys.readouterr()
+    assert "Seeds 0; fp32" in capsys.readouterr().out and "Seeds 0; fp32" in (out / f"{stem}.md").read_text()
+    assert json.loads((out / f"{stem}.json").read_text())["seeds"] == [0]  # seed 1 was asked for, and not made
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "run_cell", None)
+        assert tiny("regression", "--only", "demo-s0-", seeds=[0]) == 0
+    output = capsys.readouterr().out
+    assert "of earlier calls" not in output and "Seeds 0; fp32" in output and tables() == first
     assert tiny("regression", "width=8", "expectile=0.8", "--only", "demo-s0-") == 0
     output = " ".join(capsys.readouterr().out.split())
     (own,) = set(tables()) - set(first)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from qhyer import analyses
-from qhyer.analyses import changes
+from qhyer.analyses import _output, changes
 from qhyer.cli import main
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
@@ -217,3 +217,10 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_found() -> None:
     assert not analyses.needs_run("changes")
     assert analyses.question("changes").startswith("How often do the data change")
+
+
+def test_a_table_shows_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of columns and of datasets may have units in brackets, which are no markup."""
+    _output.show(["", "walks[/s]"], [["swings, v[m/s]", "1"], ["tremble, [/rad]", "2"]])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("walks[/s]", "swings, v[m/s]", "tremble, [/rad]"))

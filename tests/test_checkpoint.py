@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from qhyer import checkpoint, storage
-from qhyer.errors import CorruptFile, UserError
+from qhyer.errors import CorruptFile, Taken, UserError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -426,3 +427,64 @@ def test_optimizers_continue_to_the_bit(tmp_path, make):
     for a, b in zip(models, others):
         assert torch.equal(a.weight, b.weight) and torch.equal(a.bias, b.bias)
     json.dumps(groups)
+
+
+# ---------------------------------------------------------------------------------------------------------- locks
+
+
+def test_a_lock_is_one_process_s_and_leaves_nothing(tmp_path):
+    path = tmp_path / "a" / "b" / "lock"
+    with storage.locked(path, "it is done", "wait") as held:
+        assert held
+        said = rf"it is done by another process \({os.getpid()} on .*\): wait"
+        with pytest.raises(Taken, match=said), storage.locked(path, "it is done", "wait"):
+            pass
+        assert path.is_file()
+    assert not (tmp_path / "a").exists()  # it was made for the lock
+    with pytest.raises(RuntimeError), storage.locked(path, "", ""):
+        (path.parent / "work").touch()
+        raise RuntimeError
+    assert [item.name for item in path.parent.iterdir()] == ["work"]
+
+
+def test_a_lock_goes_with_its_process(tmp_path):
+    path = tmp_path / "lock"
+    if (child := os.fork()) == 0:
+        try:
+            with storage.locked(path, "", ""):
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    assert path.is_file()
+    with storage.locked(path, "", "") as held:
+        assert held
+
+
+def test_a_lock_on_a_removed_file_is_none(tmp_path, monkeypatch):
+    """The one who had it removes it between another's opening and locking it: two must not have one each."""
+    fcntl = pytest.importorskip("fcntl")
+    path, flock = tmp_path / "lock", fcntl.flock
+
+    def late(file, kind) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        path.unlink()
+        flock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with storage.locked(path, "", "") as held:
+        assert held and path.is_file()
+        with pytest.raises(Taken), storage.locked(path, "", ""):
+            pass
+
+
+def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def none(file, kind) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with storage.locked(tmp_path / "lock", "", "") as held, storage.locked(tmp_path / "lock", "", "") as other:
+        assert not held and not other
+    assert not list(tmp_path.iterdir())

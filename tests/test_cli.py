@@ -285,7 +285,24 @@ def test_a_folder_of_runs_is_evaluated_run_by_run(mine, capsys):
     assert "runs/both/s1: success" in output.out
     assert "1 of 2 runs could not be evaluated" in " ".join(output.err.split())
     shutil.rmtree(mine.parent / "runs/both/s0/checkpoints")  # rows without weights are no run to evaluate
-    assert call("eval", "runs", *short) == 0
+    shutil.copytree("runs/both/s1", "runs/copy")
+    Path("runs/copy/run.json").unlink()
+    shutil.copytree("runs/both/s1", "runs/part")
+    Path("runs/part/checkpoints/00000002/manifest.json").unlink()
+    shutil.copytree("runs/both/s1", "runs/.partial-s1")  # a folder that was being written when a process was killed
+    shutil.copytree("runs/both/s0", "runs/model")
+    about = json.loads(Path("runs/model/run.json").read_text())
+    Path("runs/model/run.json").write_text(json.dumps({**about, "model": {"name": "a"}}))
+    Path("runs/empty/checkpoints").mkdir(parents=True)
+    assert call("eval", "runs", "runs/both", *short) == 0  # each is named once
+    output = capsys.readouterr()
+    assert output.out.count(": success") == 1 and "runs/both/s1: success" in output.out
+    assert [line for line in output.err.splitlines() if line.startswith("skipped")] == [
+        "skipped: runs/both/s0: it has no checkpoint: not trained so far yet, or the weights were cleared away",
+        "skipped: runs/copy: run.json is missing; copy it from where the run was trained",
+        "skipped: runs/part: runs/part/checkpoints/00000002 is not whole: manifest.json is missing; copy it from where "
+        "the run was trained",
+    ]
 
 
 def test_a_report_says_what_is_not_the_preset(mine, capsys):

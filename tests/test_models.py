@@ -158,7 +158,7 @@ def test_what_the_model_says_of_itself(run, here, monkeypatch):
     about = models.read(made)
     for key in ("agent", "preset", "dataset", "environment", "seed", "config", "spec", "versions"):
         assert about[key] == info[key], key
-    assert about["data"] == {k: v for k, v in info["data"].items() if k != "path"}
+    assert about["data"] == {k: v for k, v in info["data"].items() if k not in ("path", "file")}
     assert about["updates"] == 2 and about["dtype"] == "bf16"
     rows = read_rows(run / "episodes.csv")
     assert set(about["scores"]["tasks"]) == {"1", "3"}
@@ -170,6 +170,20 @@ def test_what_the_model_says_of_itself(run, here, monkeypatch):
     for words in (about["weights"]["sha256"], "| 3 |", "before they were rounded", "qhyer eval --model mine"):
         assert words in card
     assert str(here) not in card + (made / "model.json").read_text()
+
+
+def test_what_acting_alone_reads_can_be_changed(run, here):
+    made = models.export(run, here / "m", override=["history=hopping", "past_q=critic"])
+    agent, about = models.load(made)
+    assert (agent.config.history, agent.config.past_q) == ("hopping", "critic")
+    assert any(name.startswith("critic.") for name in load_file(made / "model.safetensors"))  # past_q asks it
+    assert about["scores"] is None and about["override"] == ["history=hopping", "past_q=critic"]
+    card = (made / "README.md").read_text()
+    assert "It acts with `history=hopping`, `past_q=critic`" in card and "another way of acting" in card
+    for wrong, words in (("width=32", "training reads it"), ("histry=hopping", "did you mean history"), ("x", "FIELD")):
+        with pytest.raises(UserError, match=words):
+            models.export(run, here / "n", override=[wrong])
+    assert not (here / "n").exists()
 
 
 def test_the_command_names_nobodys_folders():
@@ -279,6 +293,8 @@ def test_rows_go_where_they_belong(run, here):
         with pytest.raises(UserError, match="not written to"):
             models.evaluate_model("maze", FEW, out=Path(wrong), workers=0, quiet=True)
     shutil.copytree(run, "run")
+    with pytest.raises(UserError, match=r"run is a run, not a model: `qhyer eval run` .* `qhyer export run` makes"):
+        models.evaluate_model("run", FEW, workers=0, quiet=True)
     with pytest.raises(UserError, match="runs is a folder of runs: give one of them, such as runs/eval-maze"):
         Path("runs/eval-maze").mkdir(parents=True)
         Path("runs/eval-maze/run.json").write_text("{}")
@@ -290,6 +306,10 @@ def test_rows_go_where_they_belong(run, here):
     models.evaluate_model("maze", FEW, workers=0, quiet=True)
     with pytest.raises(UserError, match="has the rows of a model, and no weights: `qhyer eval --model maze`"):
         models.policy("runs/eval-maze")
+    with pytest.raises(
+        UserError, match="runs/eval-maze has the rows of a model, and is none: `qhyer eval --model maze`"
+    ):
+        models.evaluate_model("runs/eval-maze", FEW, workers=0, quiet=True)
     with pytest.raises(UserError, match="--overwrite"):
         models.evaluate_model("maze", one, workers=0, quiet=True)
     models.export(run, Path("models/maze"), dtype="fp32", overwrite=True)

@@ -18,7 +18,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from qhyer import checkpoint, cli, envs, manifest, rollout, sweep
+from qhyer import checkpoint, cli, envs, manifest, rollout, runs, sweep
 from qhyer import train as training
 from qhyer.config import chosen
 from qhyer.data import registry
@@ -26,6 +26,7 @@ from qhyer.data.generate import generate
 from qhyer.errors import UserError
 from qhyer.evaluate import EvalConfig
 from qhyer.records import normalised, read_rows
+from qhyer.storage import locked
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "sweep.toml"
 
@@ -266,6 +267,8 @@ def test_runs_are_shown_made_and_then_left_alone(tiny, capsys, monkeypatch):
     output = capsys.readouterr().out
     assert "2 runs, 1 finished, 1 to do" in output and "1 of 1: pointmaze-medium-stitch-v0/gcbc-paper-s0" in output
     assert [sweep.status(cell).success for cell in cells] == [0.0, 0.0]
+    asked = {"episodes": 1, "seed": 0, "tasks": [3], "environment": "pointmaze-medium-v0"}
+    assert [runs.read(cell.folder)["evaluation"] for cell in cells] == [asked, asked]  # a later one is told from it
     assert contents(cells[0].folder)["weights"] != contents(cells[1].folder)["weights"]
 
     monkeypatch.setattr(sweep, "run_cell", None)
@@ -381,6 +384,62 @@ def test_a_run_that_fails_does_not_stop_the_others(tiny, capsys, maze, monkeypat
 
 
 @pytest.mark.usefixtures("short_episodes")
+def test_a_run_that_another_process_trains_is_left_to_it(tiny, capsys, monkeypatch):
+    """Said for that run, others are made, and the end is no success; then the same command finds all done."""
+    first, second = manifest.read(tiny)
+    original = training.train
+
+    def slower(*arguments: Any, **options: Any) -> Path:
+        """Another sweep of the same manifest begins in the middle of the first run."""
+        monkeypatch.setattr(training, "train", original)
+
+        def on_step(step: int) -> None:
+            if step == 3:
+                assert call("sweep", tiny) == 1
+                output, told = capsys.readouterr()
+                output = " ".join(output.split())
+                assert f"1 of 2: {first.name}: left to another process" in output and "Traceback" not in output + told
+                assert f"left to another process: {first.name}: {first.folder.resolve()} is being trained" in output
+                assert "failed" not in output and "the same command tries them again" in output
+                assert sweep.status(second).finished and not sweep.status(first).finished
+
+        return original(*arguments, **options, on_step=on_step)
+
+    monkeypatch.setattr(training, "train", slower)
+    assert call("sweep", tiny) == 0
+    assert "2 of 2" in capsys.readouterr().out
+    lines = (first.folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 4, 6]
+    files = {"run.json": b"{}"}
+    with locked(first.folder / training.LOCK, "it is trained", ""):  # a run that goes to a cluster, or comes back
+        taken: dict[str, str] = {}
+        assert list(sweep._packed([first, second], taken)) == [second.name] and list(taken) == [first.name]
+        kept = sweep._brought(sweep.CellResult(1.0, files), first.folder)
+        assert kept.taken and not kept.files and sweep.status(first).finished
+    assert sweep._brought(sweep.CellResult(1.0, files), first.folder).files == files
+    assert [path.name for path in first.folder.iterdir()] == ["run.json"]
+
+
+@pytest.mark.usefixtures("short_episodes")
+def test_a_checkpoint_that_goes_while_it_is_read_is_no_damage(tiny, monkeypatch):
+    assert call("sweep", tiny, "--only", "s0-") == 0
+    cell = manifest.read(tiny)[0]
+    checkpoints, read = cell.folder / "checkpoints", checkpoint.read_state
+
+    def late(path: Path) -> dict[str, Any]:
+        monkeypatch.setattr(checkpoint, "read_state", read)
+        path.rename(checkpoints / "00000005")  # in its place a newer one
+        return read(path)
+
+    monkeypatch.setattr(checkpoint, "read_state", late)
+    at = sweep.status(cell)
+    assert not at.finished and "damaged" not in at.text
+    (checkpoints / "00000005").rename(checkpoints / "00000006")
+    (checkpoints / "00000006" / "state.json").unlink()
+    assert sweep.status(cell).text.startswith("damaged")
+
+
+@pytest.mark.usefixtures("short_episodes")
 def test_damage_and_changed_data_are_noticed(tiny, capsys, monkeypatch):
     assert call("sweep", tiny, "--only", "s0-") == 0
     first, second = manifest.read(tiny)
@@ -392,6 +451,13 @@ def test_damage_and_changed_data_are_noticed(tiny, capsys, monkeypatch):
     assert f"pointmaze-medium-stitch-v0.npz has changed since the training of {first.name}:" in output
     assert "were trained on different data" in output
     assert sweep.status(second).finished
+    made = runs.read(first.folder)["data"]["generated"]
+    assert (made["episodes"], made["seed"], made["own"]) == (4, 0, {"rows": 30}) and len(made["sha256"]) == 64
+    sidecar = Path("data/pointmaze-medium-stitch-v0.json")
+    sidecar.rename("aside")  # one alone is told apart by its sidecar, whatever its size and time
+    assert sweep._looks_the_same(sidecar.with_suffix(".npz"), second.folder / "run.json") is False
+    Path("aside").rename(sidecar)
+    assert sweep._looks_the_same(sidecar.with_suffix(".npz"), second.folder / "run.json")
     weights = checkpoint.latest(first.folder / "checkpoints") / "agent.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0\1")
     assert sweep.status(first).text.startswith("damaged")
@@ -400,7 +466,7 @@ def test_damage_and_changed_data_are_noticed(tiny, capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("short_episodes")
-def test_own_data(tiny, capsys):
+def test_own_data(tiny, capsys, monkeypatch):
     generator = np.random.default_rng(0)
     ends = np.zeros(120, bool)
     ends[39::40] = True
@@ -411,6 +477,10 @@ def test_own_data(tiny, capsys):
     (cell,) = manifest.read(tiny)
     info = json.loads((cell.folder / "run.json").read_text())
     assert sweep.status(cell).finished and cell.name.startswith("mine/gcbc")
+    with monkeypatch.context() as patch:  # a file that looks as it did is not read
+        patch.setattr(sweep, "_load", None)
+        assert call("sweep", tiny) == 0
+    assert "generated" not in info["data"] and info["data"]["file"]["bytes"] == Path("mine.npz").stat().st_size
     assert info["data"]["path"] == str(Path("mine.npz").resolve()) and info["spec"]["goal_indices"] == [0, 1]
     capsys.readouterr()
     later = (cell.folder / "run.json").stat().st_mtime + 1000
@@ -421,6 +491,8 @@ def test_own_data(tiny, capsys):
     assert call("sweep", tiny) == 0 and "mine.npz has changed since the training of mine/gcbc" in " ".join(
         capsys.readouterr().out.split()
     )
+    os.utime("mine.npz", (1e9, 1e9))  # copied over with its date, before the training (cp -p, rsync -t)
+    assert call("sweep", tiny) == 0 and "mine.npz has changed" in " ".join(capsys.readouterr().out.split())
     Path("mine.npz").write_bytes(b"broken")  # nothing is to be trained on it: a note
     os.utime("mine.npz", (later, later))
     assert call("sweep", tiny) == 0 and "mine.npz has changed" in " ".join(capsys.readouterr().out.split())

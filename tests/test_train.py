@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import functools
 import json
 import shutil
@@ -27,11 +28,11 @@ from qhyer.config import to_dict
 from qhyer.data import registry
 from qhyer.data.episodes import UNNAMED, Episodes
 from qhyer.data.samplers import TransitionSamplerConfig
-from qhyer.errors import UserError
+from qhyer.errors import Taken, UserError
 from qhyer.evaluate import evaluate
 from qhyer.nn.mlp import MLP
 from qhyer.storage import write_json
-from qhyer.train import NonFinite, TrainConfig, Update, train
+from qhyer.train import NonFinite, TrainConfig, Update, train, train_seeds
 
 CPU = TrainConfig(device="cpu", log_every=4, save_every=3, keep=10, threads=1)
 
@@ -467,6 +468,55 @@ def test_resume_of_nothing_starts(tiny_config, point_world, tmp_path):
         "gcbc", "x", tiny_config("gcbc"), CPU, run=tmp_path / "new", episodes=point_world, quiet=True, resume=True
     )
     assert checkpoint.steps(run / "checkpoints")[-1] == 10
+
+
+def test_two_trainings_of_one_run_do_not_meet(tiny_config, point_world, tmp_path):
+    """The second is refused before it touches anything; the first may be new or go on, the second have other seeds."""
+    config, told = tiny_config("gcbc"), r"is being trained by another process \(\d+ on .*\): wait until it ends"
+    both = functools.partial(train, "gcbc", "x", config, CPU, episodes=point_world, quiet=True)
+    seeds = functools.partial(train_seeds, "gcbc", "x", config, CPU, episodes=point_world, quiet=True)
+    refused: list[int] = []
+
+    def meanwhile(step: int) -> None:
+        if step in (2, 5, 8):
+            partial = tmp_path / "s1" / "checkpoints" / ".partial-00000003-1-00000000"
+            partial.mkdir(parents=True)  # as if it were just being saved
+            for other in (both, functools.partial(both, resume=True), functools.partial(both, resume=None)):
+                with pytest.raises(Taken, match=told):
+                    other(run=tmp_path / "s1")
+            with pytest.raises(Taken, match=rf"s1 {told}"):
+                seeds((0, 1), out=tmp_path)
+            refused.append(step)
+            partial.rmdir()  # still there
+            assert not (tmp_path / "s0").exists()  # nothing of the other seed, either
+        if step == 5 and len(refused) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        both(run=tmp_path / "s1", on_step=meanwhile)
+    assert not list((tmp_path / "s1").glob(".*"))
+    both(run=tmp_path / "s1", resume=None, on_step=meanwhile)
+    assert refused == [2, 5, 5, 8]
+    assert_same(both(run=tmp_path / "whole"), tmp_path / "s1")
+    assert not list(tmp_path.rglob(".partial-*"))
+
+
+def test_a_lock_that_a_kill_left_stops_nobody_nor_does_a_lack_of_locks(
+    tiny_config, point_world, tmp_path, monkeypatch, capsys
+):
+    fcntl = pytest.importorskip("fcntl")
+    config = tiny_config("gcbc")
+    (tmp_path / training.LOCK).write_text("1 on elsewhere")
+    run = train("gcbc", "x", config, CPU, run=tmp_path, episodes=point_world, quiet=True)
+    assert runs.is_run(run) and not (tmp_path / training.LOCK).exists()
+
+    def none(file, kind) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    run = train("gcbc", "x", config, CPU, run=tmp_path / "other", episodes=point_world)
+    assert runs.is_run(run) and not (run / training.LOCK).exists()
+    assert "other: files cannot be locked there" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_damaged_checkpoint_is_not_resumed(tiny_config, point_world, tmp_path):

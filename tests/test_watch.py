@@ -148,3 +148,11 @@ def test_whoever_listens_hears_quiet_progress(capsys):
     with Progress("x", 4, quiet=True) as progress:
         progress.advance(4)
     assert heard == [(1, 4), (4, 4)] and not capsys.readouterr().out
+
+
+def test_brackets_in_names_are_no_markup_of_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    with Progress("gcbc on v[m/s] [/s]", 2) as progress:
+        progress.advance(2)
+        progress.note("saved in of[/s]")
+    assert "saved in of[/s]" in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)

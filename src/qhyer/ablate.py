@@ -164,7 +164,7 @@ def ablate(
     changes: dict[str, Any] = {key: list(given) for key, given in (("datasets", dataset), ("seeds", seeds)) if given}
     changes |= {"out": str(out)} | ({"preset": preset} if preset else {}) | ({"environment": env} if env else {})
     changes |= {"goal": list(map(coordinate, goal))} if goal else {}
-    fields = dict(map(manifest.override, override)) | ({} if steps is None else {"steps": steps})
+    fields = dict(map(manifest.field_and_value, override)) | ({} if steps is None else {"steps": steps})
     protocol = {"episodes": episodes, "tasks": list(tasks) or None, "device": device}
     how = {"device": device, "precision": precision}
     for key, given in (("override", fields), ("eval", protocol), ("train", how)):
@@ -253,6 +253,8 @@ class Line:
     paper_std: float
     scores: tuple[float, ...] = ()
     """each seed's"""
+    finished: tuple[int, ...] = ()
+    """the seeds"""
 
 
 def _run(cell: Cell) -> Run:
@@ -301,6 +303,7 @@ def lines(ablation: Ablation, chosen: Chosen) -> list[Line]:
                 paper=paper,
                 paper_std=paper_std,
                 scores=tuple(100 * run_score(run.last) for run in runs),
+                finished=tuple(run.seed for run in runs),
             )
         )
     return found
@@ -359,7 +362,8 @@ def settings_text(values: Mapping[str, Any], seeds: Sequence[int]) -> str:
 
     usual = to_dict(presets.resolve("qhyer", values["preset"], values["dataset"])[0])
     own = [f"{name}={value}" for name, value in values["options"].items() if usual.get(name) != value]
-    texts = [f"Seeds {', '.join(map(str, seeds))}", values["precision"], f"{values['episodes']} episodes of each task"]
+    texts = [f"Seeds {', '.join(map(str, seeds))}"] if seeds else []
+    texts += [values["precision"], f"{values['episodes']} episodes of each task"]
     texts += [f"tasks {', '.join(map(str, values['tasks']))}"] if values["tasks"] else []
     texts += [f"in {values['environment']}"] if values["environment"] else []
     texts += [f"beside the preset: {', '.join(own)}"] if own else []
@@ -421,15 +425,15 @@ def write(ablation: Ablation, chosen: Chosen, out: Path) -> list[Line]:
     from qhyer.storage import write_json, write_text
 
     found: list[Line] = []
-    names = [item.name for item in dataclasses.fields(Line) if item.name != "scores"]
+    names = [item.name for item in dataclasses.fields(Line) if item.name not in ("scores", "finished")]
     for dataset in dict.fromkeys(dataset for dataset, _ in chosen):
         cells = [cell for key, each in chosen.items() if key[0] == dataset for cell in each]
         values, asked = settings(ablation, cells), sorted({cell.seed for cell in cells})
         # Not with_suffix: a dataset's name may have a point in it.
         path, before, told = place(out / f"{ablation.name}-{dataset}-{cells[0].preset}", values)
-        seeds = sorted({*asked, *before})
-        mine = lines(ablation, with_seeds(chosen, dataset, seeds))
+        mine = lines(ablation, with_seeds(chosen, dataset, sorted({*asked, *before})))
         found += mine
+        seeds = sorted({seed for line in mine for seed in line.finished})  # of any variant; not all that were asked for
         about = settings_text(values, seeds)
         print(f"\n{ablation.name} on {dataset}, preset {mine[0].preset}\n{about}")
         show(HEADER, [cells_of(line) for line in mine])
@@ -438,8 +442,8 @@ def write(ablation: Ablation, chosen: Chosen, out: Path) -> list[Line]:
             continue
         if told:
             print(f"note: {told}")
-        if seeds != asked:
-            print(f"note: with seeds {', '.join(str(seed) for seed in seeds if seed not in asked)} of earlier calls")
+        if earlier := [str(seed) for seed in seeds if seed not in asked]:
+            print(f"note: with seeds {', '.join(earlier)} of earlier calls")
         body = [
             f"### {ablation.name} on {dataset}, preset {mine[0].preset}",
             ablation.question,

@@ -70,6 +70,9 @@ class AgentConfig:
     stage_steps: ClassVar[tuple[str, ...]] = ("steps",)
     """the options with the updates of each stage, in the order of `stages`"""
 
+    acting_alone: ClassVar[tuple[str, ...]] = ()
+    """fields that training does not read: `qhyer export --override` may change them afterwards"""
+
     @property
     def updates(self) -> tuple[int, ...]:
         """of each stage"""

@@ -355,6 +355,7 @@ def _show(args: list[str]) -> int | None:
 
 def _list_models() -> int:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from qhyer import models
@@ -371,13 +372,13 @@ def _list_models() -> int:
         try:
             about = models.read(folder)
         except UserError as error:
-            table.add_row(name, "", str(error), "", "", "", "")
+            table.add_row(escape(name), "", escape(str(error)), "", "", "", "")
             continue
         scores = about["scores"]
         mean = f"{100 * scores['mean']:.1f}" if scores else "not evaluated"
         tasks = " ".join(f"{100 * task['success']:.0f}" for task in scores["tasks"].values()) if scores else ""
         size = f"{models.megabytes(about):.1f}"
-        table.add_row(name, about["agent"], about["dataset"], f"{about['updates']}", mean, tasks, size)
+        table.add_row(escape(name), about["agent"], escape(about["dataset"]), f"{about['updates']}", mean, tasks, size)
     Console().print(table)
     return 0
 

@@ -22,6 +22,10 @@ class CorruptFile(UserError):
     """A file whose content does not match its checksum."""
 
 
+class Taken(UserError):
+    """Something that another process is at work on."""
+
+
 def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
     """ "; did you mean X?" with the nearest of the known words, or nothing: for errors about a name."""
     near = difflib.get_close_matches(word, list(known), n=most)

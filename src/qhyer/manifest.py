@@ -242,7 +242,7 @@ def _apply(config: AgentConfig, changes: Mapping[str, tuple[str, Any]], place: s
     return _checked(lambda: replace(config, typed), f"{place}: {agent}")
 
 
-def override(text: str) -> tuple[str, Any]:
+def field_and_value(text: str) -> tuple[str, Any]:
     """FIELD=VALUE of a command line, with the value as a manifest has it."""
     name, equals, value = text.partition("=")
     if not equals or not name:
@@ -255,7 +255,7 @@ def override(text: str) -> tuple[str, Any]:
 
 def overridden(config: AgentConfig, texts: Iterable[str], agent: str) -> AgentConfig:
     """The agent's configuration with what a command line overrides."""
-    return _apply(config, {name: (name, value) for name, value in map(override, texts)}, "--override", agent)
+    return _apply(config, {name: (name, value) for name, value in map(field_and_value, texts)}, "--override", agent)
 
 
 def _train_config(values: Mapping[str, Any], place: str) -> TrainConfig:

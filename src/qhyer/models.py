@@ -13,7 +13,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,11 +25,12 @@ from torch import Tensor
 from qhyer import agents, runs
 from qhyer.agent import Agent
 from qhyer.checkpoint import write_tensors
-from qhyer.config import from_dict
+from qhyer.config import from_dict, to_dict
 from qhyer.data.bounds import told
 from qhyer.data.episodes import DataSpec
 from qhyer.errors import CorruptFile, UserError, did_you_mean
 from qhyer.evaluate import EvalConfig, success_rate
+from qhyer.manifest import field_and_value, overridden
 from qhyer.policy import Policy
 from qhyer.records import EpisodeRow, read_rows
 from qhyer.storage import atomic_directory, read_sealed_json, sha256_file, write_json, write_sealed_json
@@ -51,9 +52,13 @@ def export(
     *,
     step: int | None = None,
     dtype: Dtype = "bf16",
+    override: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Path:
     """Writes a run's policy as a model -> its folder. `out`: models/DATASET when None.
+
+    `override`: FIELD=VALUE of what acting alone reads (`AgentConfig.acting_alone`); the run's scores are then not the
+    model's, and are left out.
 
     With bf16 the large matrices are rounded; biases, norms, normalisers, small matrices and all else stay float32.
     """
@@ -64,6 +69,8 @@ def export(
     if (out / ABOUT).is_file() and not overwrite:
         raise UserError(f"{out} holds a model already; --overwrite replaces it, --out names another folder")
     agent, updates = runs.load_agent(run, step)
+    if override:
+        agent = _acting_otherwise(agent, override, info)
     state = {name: _stored(name, value, dtype) for name, value in agent.acting_state().items()}
     with atomic_directory(out) as folder:
         write_tensors(folder / WEIGHTS, state)
@@ -72,21 +79,35 @@ def export(
             "format": FORMAT,
             **{key: info.get(key) for key in ("agent", "preset", "dataset", "environment", "seed")},
             "updates": updates,
-            "config": info["config"],
+            "config": to_dict(agent.config) if override else info["config"],
+            **({"override": list(override)} if override else {}),
             "train": info.get("train"),
             "spec": info["spec"],
-            "data": {k: v for k, v in (info.get("data") or {}).items() if k != "path"},
+            "data": {k: v for k, v in (info.get("data") or {}).items() if k not in ("path", "file")},
             "versions": info.get("versions"),
             "command": _portable(info.get("command")),
             "hardware": info.get("hardware"),
             "parameters": sum(value.numel() for value in state.values()),
             "dtype": dtype,
             "weights": {"sha256": sha256_file(weights), "bytes": weights.stat().st_size},
-            "scores": scores(read_rows(Path(run) / "episodes.csv"), updates),
+            "scores": None if override else scores(read_rows(Path(run) / "episodes.csv"), updates),
         }
         write_sealed_json(folder / ABOUT, about)
         (folder / CARD).write_text(card(out.resolve().name, about), encoding="utf-8")
     return out
+
+
+def _acting_otherwise(agent: Agent, override: Sequence[str], info: Mapping[str, Any]) -> Agent:
+    """The same weights with another configuration, of which they know nothing."""
+    name, free = str(info["agent"]), agent.config.acting_alone
+    config = overridden(agent.config, override, name)
+    trained = [field for field, _ in map(field_and_value, override) if field not in free]
+    if trained:
+        there = f"that can be: {', '.join(free)}" if free else f"{name} has none that can be"
+        raise UserError(f"--override {', '.join(trained)}: training reads it, so it cannot be changed now ({there})")
+    other = runs.build_agent(name, config, agent.spec, info["seed"])
+    other.load_state_dict(agent.state_dict())
+    return other.eval()
 
 
 def _short(dataset: str) -> str:
@@ -153,6 +174,8 @@ def card(name: str, about: Mapping[str, Any]) -> str:
         *([f"| actions | in the units of the data, by column: {told(*ends)} |"] if ends else []),
         "",
     ]
+    if about.get("override"):
+        lines += [f"It acts with {', '.join(f'`{each}`' for each in about['override'])}, otherwise than the run.", ""]
     if about["command"]:
         lines += ["Trained with:", "", "```sh", about["command"], "```", ""]
     lines += ["## Scores", ""]
@@ -171,6 +194,8 @@ def card(name: str, about: Mapping[str, Any]) -> str:
             + (f" Measured in {found['environment']}." if "environment" in found else "")
             + (" Measured with the run's float32 weights, before they were rounded to bf16." if rounded else ""),
         ]
+    elif about.get("override"):
+        lines += ["Not evaluated: the run's scores are of another way of acting."]
     else:
         lines += ["The run had not been evaluated when it was exported."]
     environment = "" if about["environment"] else " --env ENVIRONMENT"
@@ -226,6 +251,11 @@ def find(name: str | Path) -> Path:
     short = _short(str(name))
     if short in known:
         return known[short]
+    if (Path(name) / "run.json").is_file():
+        if model := runs.read(Path(name)).get("model"):
+            raise UserError(f"{name} has the rows of a model, and is none: `qhyer eval --model {model['name']}`")
+        makes = f"`qhyer eval {name}` evaluates it, and `qhyer export {name}` makes a model of it"
+        raise UserError(f"{name} is a run, not a model: {makes}")
     if told := runs.folder_of_runs(Path(name)):
         raise UserError(told)
     hint = did_you_mean(short, known)
@@ -355,6 +385,7 @@ def export_command(
     dtype: Dtype = "bf16",
     step: int | None = None,
     max_mb: float = MAX_MB,
+    override: tuple[str, ...] = (),
     overwrite: bool = False,
 ) -> int:
     """Write a run's policy as a model: the weights that acting needs, model.json and a card.
@@ -365,9 +396,11 @@ def export_command(
         dtype: how large matrices are stored: bf16 (half the size, rounded) or fp32 (acts exactly as the run)
         step: export this checkpoint instead of the last
         max_mb: warn when the weights take more megabytes than this
+        override: what acting alone reads, as FIELD=VALUE, such as history=hopping (of qhyer also past_q, candidates and
+            choice_temperature)
         overwrite: replace a model that is there already
     """
-    made = export(run, out, step=step, dtype=dtype, overwrite=overwrite)
+    made = export(run, out, step=step, dtype=dtype, override=override, overwrite=overwrite)
     size = megabytes(read(made))
     print(f"{made}: {size:.1f} MB")
     early = runs.cut_short(run, step)

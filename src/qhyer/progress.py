@@ -52,9 +52,12 @@ class Progress:
             from rich.progress import Progress as RichProgress
 
             self.bar = RichProgress(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-            )  # fmt: skip
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}", markup=False),
+            )
             self.bar.start()
             self.task = self.bar.add_task(self.description, total=self.total, completed=self.start, note="")
         elif not self.quiet:
@@ -90,7 +93,7 @@ class Progress:
     def note(self, text: str) -> None:
         """A line that stays."""
         if self.bar is not None:
-            self.bar.console.print(text)
+            self.bar.console.print(text, markup=False)
         elif not self.quiet:
             print(text, flush=True)
 

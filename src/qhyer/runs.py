@@ -36,7 +36,7 @@ from qhyer.progress import Progress
 from qhyer.records import EpisodeRow, add_rows, mean_return, normalised, read_rows
 from qhyer.rng import stream_seed
 from qhyer.rollout import About, EpisodeSpec, Workers
-from qhyer.storage import atomic_file
+from qhyer.storage import TEMPORARY, atomic_file
 
 VERSIONED = ("qhyer", "torch", "numpy", "ogbench", "gymnasium", "gymnasium-robotics", "mujoco", "safetensors")
 
@@ -139,23 +139,55 @@ def is_run(path: Path) -> bool:
 
 
 def below(*paths: Path) -> list[Path]:
-    """The runs that are meant: a run itself, or all there are in a folder that is none, at any depth; of these, and
-    they may be many, it is told how many."""
+    """The runs that are meant: a run itself, or all there are in a folder that is none, at any depth: it is told how
+    many, they may be more than one thinks, and broken ones are named."""
     found: list[Path] = []
+    skipped: dict[Path, str] = {}
     for path in map(Path, paths):
         if (path / "run.json").is_file():
             found.append(path)
             continue
-        inside = sorted(file.parent for file in path.rglob("run.json") if is_run(file.parent))
+        parts = {file.parent for name in ("run.json", "checkpoints") for file in path.rglob(name)} - {path}
+        told = {folder: _broken(folder) for folder in sorted(parts) if not _in_passing(folder.relative_to(path))}
+        inside = [folder for folder, why in told.items() if why is None]
+        for folder, why in told.items():
+            if why and folder not in skipped:
+                print(f"skipped: {folder}: {why}", file=sys.stderr)
+                skipped[folder] = why
         if not inside and checkpoint.steps(path / "checkpoints"):
             raise UserError(f"{path} is not a whole run: run.json is missing; copy it from where the run was trained")
-        if not inside and (told := is_model(path)):
-            raise UserError(told)
+        if not inside and (model := is_model(path)):
+            raise UserError(model)
         if not inside:
             raise UserError(f"{path} is not a run, and none with a checkpoint is in it (`qhyer train` makes runs)")
         print(f"{len(inside)} {'runs' if len(inside) > 1 else 'run'} below {path}", file=sys.stderr)
         found += inside
     return list(dict.fromkeys(found))
+
+
+def _in_passing(path: Path) -> bool:
+    """Whether it lies in a folder that is just being written, or was when a process was killed."""
+    return any(part.startswith(TEMPORARY) for part in path.parts)
+
+
+def _broken(folder: Path) -> str | None:
+    """Why this folder with a run.json, or with checkpoints, is no whole run; None where it is one, and nothing to say
+    where it is not meant to be one."""
+    if is_run(folder):
+        return None
+    checkpoints = folder / "checkpoints"
+    written = checkpoints.is_dir() and any(item.name.isdigit() for item in checkpoints.iterdir())
+    if not (folder / "run.json").is_file():
+        return "run.json is missing; copy it from where the run was trained" if written else ""
+    try:
+        if read(folder).get("model"):  # rows of an exported model
+            return ""
+        if not written:
+            return "it has no checkpoint: not trained so far yet, or the weights were cleared away"
+        checkpoint.latest(checkpoints)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def cut_short(run: Path, step: int | None = None) -> str:

@@ -11,14 +11,15 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from qhyer.errors import CorruptFile
+from qhyer.errors import CorruptFile, Taken
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk, or what somebody may use of it
 TEMPORARY = ".partial-"  # prefix of names that are not yet files; swept by `sweep_partial`
@@ -108,6 +109,71 @@ def sweep_partial(folder: Path) -> None:
             shutil.rmtree(item, ignore_errors=True)
         else:
             item.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path, what: str, advice: str) -> Iterator[bool]:
+    """Holds a lock on this file, which is there meanwhile, or raises `Taken` where another process holds it: it says
+    `what` that process does, and the `advice`.
+
+    The system lets go of it however the process ends; the file that a kill leaves behind is locked by nobody, and stops
+    nobody. Folders that are made for it and stay empty are removed again. Yields False, and keeps nobody out, where the
+    file system has no locks.
+    """
+    try:
+        import fcntl
+    except ImportError:  # nor has the system
+        yield False
+        return
+    made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+    file, held = _lock(path, what, advice)
+    try:
+        yield held
+    finally:
+        if _stands_at(path, file):
+            with contextlib.suppress(OSError):
+                path.unlink()  # first, while nobody else can have it
+        if held:
+            fcntl.flock(file, fcntl.LOCK_UN)
+        file.close()
+        with contextlib.suppress(OSError):  # not empty
+            for folder in made:
+                folder.rmdir()
+
+
+def _lock(path: Path, what: str, advice: str) -> tuple[IO[str], bool]:
+    import fcntl
+
+    for _ in range(100):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115  # as long as the lock
+        except FileNotFoundError:  # the folder has just been removed again by the one who made it
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES):
+                return file, False
+            file.seek(0)
+            who = file.read(200).strip()
+            file.close()
+            raise Taken(f"{what} by another process{f' ({who})' if who else ''}: {advice}") from None
+        if _stands_at(path, file):
+            with contextlib.suppress(OSError):  # a full disk: nobody is told who it is
+                file.truncate(0)
+                os.write(file.fileno(), f"{os.getpid()} on {platform.node()}".encode())
+            return file, True
+        file.close()  # it was removed by the one who had it, between our opening and locking it
+    return open(os.devnull, "a+"), False  # files have another number at each look: no lock holds here
+
+
+def _stands_at(path: Path, file: IO[str]) -> bool:
+    """Whether this open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
 
 
 def write_text(path: Path, text: str) -> None:

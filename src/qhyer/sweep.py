@@ -29,10 +29,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from qhyer import rollout
-from qhyer.errors import UserError, require
+from qhyer.errors import CorruptFile, Taken, UserError, require
 from qhyer.launch import Launcher, Lost, cores, failure, launch, tell
 from qhyer.progress import listened
-from qhyer.storage import refusal
+from qhyer.storage import refusal, write_json
 from qhyer.watch import EVALUATING, TRAINING, Task, Watch
 
 if TYPE_CHECKING:
@@ -134,19 +134,21 @@ def run_cells(
     if absent:
         raise UserError(absent)
     options = dict(launcher=launcher, address=address, cpus=cpus, gpus=gpus, retries=retries)
-    failed = _run(todo, console, shared=shared, workers=workers, **options)  # type: ignore[arg-type]
+    failed, taken = _run(todo, console, shared=shared, workers=workers, **options)  # type: ignore[arg-type]
     after = [status(cell) for cell in cells]
     console.print(_table(cells, after, failed))
     for name, text in failed.items():
         console.print(f"[red]failed:[/red] {escape(name)}: {escape(text)}", soft_wrap=True)
-    if failed:
+    for name, text in taken.items():
+        console.print(f"[yellow]left to another process:[/yellow] {escape(name)}: {escape(text)}", soft_wrap=True)
+    if failed or taken:
         console.print("the same command tries them again")
     mixed = _mixed_data(cells)
     for text in mixed:
         console.print(f"[red]not comparable:[/red] {escape(text)}", soft_wrap=True)
-    if not failed:
-        console.print(f"`qhyer report {cells[0].out}` makes a page of them", soft_wrap=True)
-    return 1 if failed or mixed else 0
+    if not failed and not taken:
+        console.print(f"`qhyer report {cells[0].out}` makes a page of them", markup=False, soft_wrap=True)
+    return 1 if failed or taken or mixed else 0
 
 
 def _of_a_cluster_alone(launcher: Launcher, shared: bool, address: str | None, cpus: float, gpus: float) -> None:
@@ -203,34 +205,46 @@ class Status:
 
 
 def status(cell: Cell) -> Status:
+    from qhyer import checkpoint
+
+    folder = cell.folder / "checkpoints"
+    for _ in range(10):
+        before = checkpoint.steps(folder)
+        try:
+            return _status(cell)
+        except (UserError, OSError) as error:
+            if checkpoint.steps(folder) == before:
+                if isinstance(error, CorruptFile):
+                    return Status(f"damaged: {error}")
+                raise
+    return Status("being trained")  # by another process, whose checkpoints are gone before they are read
+
+
+def _status(cell: Cell) -> Status:
     from qhyer import checkpoint, runs
     from qhyer.config import to_dict
-    from qhyer.errors import CorruptFile
     from qhyer.records import mean_return, normalised, read_rows
     from qhyer.train import as_today, is_finished
 
     steps = checkpoint.steps(cell.folder / "checkpoints")
     if not (cell.folder / "run.json").is_file():
         return Status("new")
-    try:
-        rows = read_rows(cell.folder / "episodes.csv")
-        # Without weights, which may have been cleared away, rows of the last update tell the score.
-        last = steps[-1] if steps else max((row.step for row in rows), default=0)
-        if not steps and (cell.eval is None or last < sum(cell.config.updates)):
-            return Status("new")
-        then, now = as_today(cell.agent, runs.read(cell.folder)["config"]), to_dict(cell.config)
-        if changed := [name for name, value in now.items() if then.get(name) != value]:
-            return Status(f"made with another {', '.join(changed)}")  # a default that has changed since
-        if steps and not is_finished(cell.folder, cell.config):
-            whole = checkpoint.resumable(checkpoint.latest(cell.folder / "checkpoints"))
-            lacking = "" if whole else f"; {checkpoint.TRAINING} is missing"
-            return Status(f"unfinished, at update {steps[-1]}{lacking}")
-        if cell.eval is None:
-            return Status("finished", True)
-        rows = [row for row in rows if row.step == last]
-        environment = cell.environment or runs.read(cell.folder)["environment"]
-    except CorruptFile as error:
-        return Status(f"damaged: {error}")
+    rows = read_rows(cell.folder / "episodes.csv")
+    # Without weights, which may have been cleared away, rows of the last update tell the score.
+    last = steps[-1] if steps else max((row.step for row in rows), default=0)
+    if not steps and (cell.eval is None or last < sum(cell.config.updates)):
+        return Status("new")
+    then, now = as_today(cell.agent, runs.read(cell.folder)["config"]), to_dict(cell.config)
+    if changed := [name for name, value in now.items() if then.get(name) != value]:
+        return Status(f"made with another {', '.join(changed)}")  # a default that has changed since
+    if steps and not is_finished(cell.folder, cell.config):
+        whole = checkpoint.resumable(checkpoint.latest(cell.folder / "checkpoints"))
+        lacking = "" if whole else f"; {checkpoint.TRAINING} is missing"
+        return Status(f"unfinished, at update {steps[-1]}{lacking}")
+    if cell.eval is None:
+        return Status("finished", True)
+    rows = [row for row in rows if row.step == last]
+    environment = cell.environment or runs.read(cell.folder)["environment"]
     if not rows:
         return Status("trained, not evaluated")
     if not asked_for(cell, environment) <= {row.which for row in rows}:
@@ -301,8 +315,8 @@ def _untouched_stages(cells: Sequence[Cell]) -> list[str]:
 
 
 def _changed_data(cells: Sequence[Cell]) -> list[str]:
-    """A sentence for each dataset that is another than a finished run was trained on. Only files written since a run
-    began are read; what is in them decides."""
+    """A sentence for each dataset that is another than a finished run was trained on. Only files that do not look as
+    they did then are read; what is in them decides."""
     from qhyer import runs
     from qhyer.data import registry
 
@@ -311,7 +325,7 @@ def _changed_data(cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         own = cell.dataset.endswith(".npz")
         file, about = Path(cell.dataset) if own else registry.find(cell.dataset), cell.folder / "run.json"
-        if file is None or not file.is_file() or file.stat().st_mtime <= about.stat().st_mtime:
+        if file is None or not file.is_file() or _looks_the_same(file, about):
             continue
         key = cell.dataset, cell.goal
         if key not in now:
@@ -325,6 +339,20 @@ def _changed_data(cells: Sequence[Cell]) -> list[str]:
         f"{file} has changed since the training of {', '.join(names)}: remove the folders to train on it as it is now"
         for file, names in older.items()
     ]
+
+
+def _looks_the_same(file: Path, about: Path) -> bool:
+    """Whether a dataset's file is as it was when a run began, without reading it: size, time and sidecar. Runs of
+    earlier versions tell their own time alone, which a file that was copied with its date is older than."""
+    from qhyer.data.origin import sidecar
+    from qhyer.runs import read
+
+    data, now = read(about.parent).get("data", {}), file.stat()
+    if "file" not in data:
+        return now.st_mtime <= about.stat().st_mtime
+    made = data.get("generated") or {}
+    then = {"bytes": now.st_size, "modified": now.st_mtime_ns}
+    return data["file"] == then and made.get("sha256") == (sidecar(file).get("sha256") if made else None)
 
 
 def _mixed_data(cells: Sequence[Cell]) -> list[str]:
@@ -372,6 +400,8 @@ class CellResult:
     files: Files = field(default_factory=dict)
     error: str = ""
     trace: str = ""
+    taken: str = ""
+    """where another process trains it, what to say of that: nothing is wrong with the run"""
 
 
 def _run(
@@ -383,11 +413,14 @@ def _run(
     launcher: Launcher,
     cpus: float,
     **options: Any,
-) -> dict[str, str]:
-    """Runs the cells; returns what went wrong, by name."""
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Runs the cells; returns what went wrong, and what another process is at work on, by name."""
     from qhyer.data import registry
 
     ship = launcher == "ray" and not shared
+    taken: dict[str, str] = {}
+    there = _packed(cells, taken) if ship else {}
+    cells = [cell for cell in cells if cell.name not in taken]
     share = int(cpus) if launcher == "ray" else cores() // (workers or 1)
     alone = launcher == "local" and (workers or 1) == 1
     jobs = [
@@ -396,7 +429,7 @@ def _run(
             registry.data_dir().resolve(),
             tuple(sys.argv),
             ship,
-            pack(cell.folder) if ship else {},
+            there.get(cell.name, {}),
             None if alone else share if share > 1 else 0,
             quiet=not alone,
         )
@@ -418,17 +451,20 @@ def _run(
                 hear=watch.hear,
                 **options,
             )
-            if why := refusal(cells[0].out):  # one reason, and not one for each run
+            if cells and (why := refusal(cells[0].out)):  # one reason, and not one for each run
                 raise UserError(f"runs cannot be written to {cells[0].out}: {why}")
             with contextlib.closing(outcomes):
                 for number, outcome in enumerate(outcomes, 1):
                     cell = cells[outcome.index]
                     result = outcome.value or CellResult(0.0, error=outcome.error, trace=outcome.trace)
                     if result.files:
-                        unpack(result.files, cell.folder)
+                        result = _brought(result, cell.folder)
                     watch.over(outcome.index, failed=bool(result.error))
                     what = f"{number} of {len(cells)}: {cell.name}"
-                    if result.error:
+                    if result.taken:
+                        taken[cell.name] = result.taken
+                        watch.say(f"{escape(what)}: [yellow]left to another process[/yellow]\n{escape(result.taken)}")
+                    elif result.error:
                         failed[cell.name] = result.error
                         watch.say(f"{escape(what)}: [red]failed[/red]\n{escape(result.trace or result.error)}")
                     else:
@@ -439,7 +475,36 @@ def _run(
     except KeyboardInterrupt:
         watch.say("Stopped. What was done is kept: the same command goes on from here.")
         raise KeyboardInterrupt("told") from None
-    return failed
+    return failed, taken
+
+
+def _packed(cells: Sequence[Cell], taken: dict[str, str]) -> dict[str, Files]:
+    """What there is of the runs, to be sent along; those that are being trained here are `taken`."""
+    from qhyer.train import hold
+
+    files: dict[str, Files] = {}
+    for cell in cells:
+        if cell.folder.is_dir():
+            try:
+                with contextlib.ExitStack() as held:
+                    hold(held, [cell.folder], quiet=True)
+                    files[cell.name] = pack(cell.folder)
+            except Taken as error:
+                taken[cell.name] = str(error)
+    return files
+
+
+def _brought(result: CellResult, folder: Path) -> CellResult:
+    """Puts a run where it belongs, unless one is being trained there by now: that one stays."""
+    from qhyer.train import hold
+
+    with contextlib.ExitStack() as held:
+        try:
+            hold(held, [folder], quiet=True)
+        except Taken as taken:
+            return CellResult(result.seconds, taken=str(taken))
+        unpack(result.files, folder)
+    return result
 
 
 def _task(cell: Cell) -> Task:
@@ -472,7 +537,10 @@ def run_cell(job: CellJob) -> CellResult:
     """Trains a cell, or goes on with it, and evaluates its last checkpoint."""
     begun = time.perf_counter()
     if not job.ship:
-        _train_and_evaluate(job, job.cell.folder)
+        try:
+            _train_and_evaluate(job, job.cell.folder)
+        except Taken as taken:
+            return CellResult(time.perf_counter() - begun, taken=str(taken))
         return CellResult(time.perf_counter() - begun)
     with tempfile.TemporaryDirectory(prefix="qhyer-") as scratch:
         run = Path(scratch).resolve() / job.cell.folder.name
@@ -504,7 +572,7 @@ def _train_and_evaluate(job: CellJob, run: Path) -> None:
                 cell.train,
                 preset=cell.preset,
                 run=run,
-                resume=(run / "run.json").is_file(),
+                resume=None,  # whether there is something to go on with is seen when nobody else trains it
                 episodes=episodes,
                 environment=cell.environment,
                 quiet=job.quiet,
@@ -523,6 +591,22 @@ def _train_and_evaluate(job: CellJob, run: Path) -> None:
                 workers=job.eval_workers,
                 quiet=job.quiet,
             )
+        _keep_protocol(cell, run)
+
+
+def _keep_protocol(cell: Cell, run: Path) -> None:
+    """run.json says which evaluation the manifest asked for: a later one of other episodes is told from it."""
+    from qhyer import runs
+    from qhyer.records import read_rows
+
+    assert cell.eval is not None
+    info, rows = runs.read(run), read_rows(run / "episodes.csv")
+    last = max((row.step for row in rows), default=0)
+    tasks = cell.eval.tasks or {row.task for row in rows if row.step == last}
+    asked = {"episodes": cell.eval.episodes, "seed": cell.eval.seed, "tasks": sorted(tasks)}
+    asked |= {"environment": cell.environment or info["environment"]}
+    if info.get("evaluation") != asked:
+        write_json(run / "run.json", {**info, "evaluation": asked})
 
 
 def _episodes(job: CellJob) -> Episodes:

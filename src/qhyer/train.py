@@ -34,13 +34,13 @@ from qhyer.config import Precision, chosen, fingerprint, to_dict
 from qhyer.data import check, registry
 from qhyer.data.episodes import FILES, UNNAMED, Episodes, columns_told, own_name
 from qhyer.data.goals import of_seeds
-from qhyer.errors import UserError, require
+from qhyer.errors import Taken, UserError, require
 from qhyer.evaluate import EvalConfig, evaluate, success_rate
 from qhyer.lane import Lane
 from qhyer.progress import Progress
 from qhyer.rng import stream_seed
 from qhyer.stack import Seat, Stack, stacked
-from qhyer.storage import atomic_file, write_json
+from qhyer.storage import TEMPORARY, atomic_file, locked, write_json
 from qhyer.update import Update, make_update
 
 
@@ -90,9 +90,9 @@ class TrainConfig:
 
 SMALL = 1_000_000  # parameters
 LONG = 100_000  # updates: hours on a CPU
-PEAK = (
-    1.3  # an update's greatest need over what it keeps for backward, measured on QHyer's paper sizes, batches 8 to 56
-)
+# An update's greatest need over what it keeps for backward, measured with QHyer's paper sizes in batches of 8 to 56.
+PEAK = 1.3
+LOCK = f"{TEMPORARY}lock"  # in the run's folder while it is trained: named as what is neither shipped nor reported
 
 
 class Stopped(Exception):
@@ -209,7 +209,7 @@ def train(
     *,
     preset: str = "custom",
     run: Path | None = None,
-    resume: bool = False,
+    resume: bool | None = False,
     episodes: Episodes | None = None,
     environment: str | None = None,
     quiet: bool = False,
@@ -217,11 +217,12 @@ def train(
 ) -> Path:
     """Trains and returns the run's folder. `episodes` may be given instead of loading `dataset` from disk.
 
-    A finished run is left as it is. An unfinished one needs `resume`, so that nothing is overwritten by accident.
+    A finished run is left as it is. An unfinished one needs `resume`, so that nothing is overwritten by accident; with
+    None it goes on, too, and one that has not begun begins without a word. What another process trains is refused.
     """
-    (path,) = _train(
-        agent_name, dataset, config, [train_config], [run], preset, resume, episodes, environment, quiet, on_step
-    )
+    asked = (agent_name, dataset, config, [train_config], [run], preset, resume, episodes, environment, quiet, on_step)
+    with contextlib.ExitStack() as held:
+        (path,) = _train(held, *asked)
     return path
 
 
@@ -234,7 +235,7 @@ def train_seeds(
     *,
     preset: str = "custom",
     out: Path | None = None,
-    resume: bool = False,
+    resume: bool | None = False,
     episodes: Episodes | None = None,
     environment: str | None = None,
     quiet: bool = False,
@@ -247,22 +248,26 @@ def train_seeds(
     require(len(seeds) > 0 and len(set(seeds)) == len(seeds), "give each seed once, and at least one")
     configs = [replace(train_config, seed=seed) for seed in seeds]
     folders = [None if out is None else Path(out) / f"s{seed}" for seed in seeds]
-    return _train(agent_name, dataset, config, configs, folders, preset, resume, episodes, environment, quiet, None)
+    asked = (agent_name, dataset, config, configs, folders, preset, resume, episodes, environment, quiet, None)
+    with contextlib.ExitStack() as held:
+        return _train(held, *asked)
 
 
 def _train(
+    held: contextlib.ExitStack,
     agent_name: str,
     dataset: str,
     config: AgentConfig,
     configs: Sequence[TrainConfig],
     folders: Sequence[Path | None],
     preset: str,
-    resume: bool,
+    resume: bool | None,
     episodes: Episodes | None,
     environment: str | None,
     quiet: bool,
     on_step: Callable[[int], None] | None,
 ) -> list[Path]:
+    """The runs stay locked until `held` is closed."""
     quiet = quiet or not distributed.is_main()
     if len(configs) > 1 and distributed.active():
         raise UserError("torchrun shares the batches of one run among processes: give it one --seed, not --seeds")
@@ -295,8 +300,7 @@ def _train(
     name = "qhyer" if typed.parts[-2:] == ("qhyer", "__main__.py") else typed.name  # another name: run from Python
     command = shlex.join([name, *sys.argv[1:]])
     paths: list[Path] = []
-    loops: list[_Loop] = []
-    infos: list[dict[str, Any]] = []
+    prepared: list[tuple[Agent, TrainConfig, str | None, dict[str, Any]]] = []
     for train_config, folder in zip(configs, folders):  # all are looked at before any is touched
         run = _place_for(Path(folder or default_run_dir(agent_name, preset, episodes, config, train_config)))
         kept = runs.read(run).get("environment") if runs.is_run(run) else None
@@ -323,6 +327,7 @@ def _train(
                 "transitions": episodes.num_transitions,
                 "path": str(Path(dataset).resolve()) if dataset.endswith(".npz") else None,
                 **{name: end.tolist() for name, end in zip(("low", "high"), spans)},
+                **registry.origin_of(episodes),
             },
             "spec": episodes.spec().stored(),
             "versions": runs.versions(),
@@ -332,9 +337,19 @@ def _train(
             "updates": sum(stage.steps for stage in agent.stages()),
         }
         paths.append(run)
+        prepared.append((agent, train_config, place, info))
+    unfinished = [run for run in paths if not _seems_finished(run, config)]
+    scarce = unfinished and device == "cpu" and not distributed.active() and _memory_note(agent, agent_name)
+    if scarce and not quiet:
+        print(f"note: {scarce}", file=sys.stderr)
+    hold(held, unfinished, quiet)
+    loops: list[_Loop] = []
+    infos: list[dict[str, Any]] = []
+    for run, (agent, train_config, place, info) in zip(paths, prepared):
         if not _is_done(run, info, config, resume, quiet):
             loops.append(_Loop(run, agent, episodes, train_config, torch.device(device), place, on_step))
             infos.append(info)
+    prepared.clear()  # agents of finished runs take no memory
     if len(loops) > 1 and configs[0].together == "stacked" and not loops[0].agent.stackable:
         can = [name for name in agents.names() if agents.load(name).stackable]
         so = " as it is set" if agent_name in can else ""
@@ -346,9 +361,6 @@ def _train(
         raise UserError(f"the processes have read different data as {episodes.name}: give all of them the same file")
     if not distributed.alike(str([checkpoint.steps(run / "checkpoints")[-1:] for run in paths])):  # none writes before
         raise UserError(f"the processes see different checkpoints in {paths[0]}: it must lie where all of them see it")
-    scarce = _memory_note(loops[0].agent, agent_name) if loops and device == "cpu" and not distributed.active() else ""
-    if scarce and not quiet:
-        print(f"note: {scarce}", file=sys.stderr)
     for run in paths:
         _settle(run, environment)
     warned = "" if registered else check.in_brief(episodes.warnings, dataset if dataset.endswith(FILES) else "")
@@ -359,11 +371,40 @@ def _train(
             if distributed.is_main() and not loop.has_begun():
                 write_json(loop.run / "run.json", info)
         with torch_settings(threads, configs[0].precision, device):
-            _take_turns(loops, resume, f"{agent_name} on {episodes.name}", quiet)
+            _take_turns(loops, resume is not False, f"{agent_name} on {episodes.name}", quiet)
     return paths
 
 
-def _is_done(run: Path, info: dict[str, Any], config: AgentConfig, resume: bool, quiet: bool) -> bool:
+def _seems_finished(run: Path, config: AgentConfig) -> bool:
+    """Whether it is left alone and needs no lock; where it may be another process's at this moment, it does."""
+    try:
+        return (run / "run.json").is_file() and is_finished(run, config)
+    except (UserError, OSError):  # damaged, or just being written: looked at again under the lock
+        return False
+
+
+def hold(held: contextlib.ExitStack, folders: Sequence[Path], quiet: bool) -> None:
+    """Until `held` is closed, no other process trains these runs; an error, and nothing held, where one does.
+
+    The file is gone when the training is over, so that who copies a run or looks at it meets nothing new.
+    """
+    refused = ""
+    if distributed.is_main():  # the one that writes
+        advice = "wait until it ends, or stop it (what it has saved stays), and then ask again"
+        try:
+            for run in folders:
+                alone = held.enter_context(locked(run / LOCK, f"{run} is being trained", advice))
+                if not alone and not quiet:
+                    note = "files cannot be locked there: see to it yourself that no other process trains it"
+                    print(f"note: {run}: {note}", file=sys.stderr)
+        except Taken as taken:
+            refused = str(taken)
+    if distributed.any_process(bool(refused)):
+        held.close()
+        raise Taken(refused or "the run is being trained by other processes (the first process says more)")
+
+
+def _is_done(run: Path, info: dict[str, Any], config: AgentConfig, resume: bool | None, quiet: bool) -> bool:
     """Whether there is nothing left to train; raises where a run must not be touched."""
     kept = checkpoint.steps(run / "checkpoints")
     if not kept:
@@ -378,7 +419,7 @@ def _is_done(run: Path, info: dict[str, Any], config: AgentConfig, resume: bool,
             print(f"{run} is finished ({kept[-1]} updates); nothing to do")
         return True
     checkpoint.require_training(checkpoint.latest(run / "checkpoints"))
-    if not resume:
+    if resume is False:
         raise UserError(
             f"{run} holds an unfinished run at update {kept[-1]}: "
             "continue it with --resume, or remove the folder to start again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -186,7 +187,7 @@ def test_actions_far_inside_their_range():
     message = only(find_problems(observations, actions, terminals), "warning", "small")
     assert "in some columns: 0: -0.039" in message and "1: " not in message
     assert "`qhyer data convert FILE OUT.npz --scale-actions` maps" in message
-    assert find_problems(observations, actions, terminals, bounded=True) == []
+    assert find_problems(observations, actions, terminals, low=-np.ones(2), high=np.ones(2)) == []
     actions[5, 0] = -0.21  # as little as that is enough
     assert find_problems(observations, actions, terminals) == []
     actions[:, 0] = 0.04  # a column that never changes is something else
@@ -325,6 +326,35 @@ def test_small_actions_are_told_unless_they_have_bounds(tmp_path, capsys):
     assert "warning" not in capsys.readouterr().out
 
 
+def test_convert_takes_no_json_that_is_not_its_own(tmp_path, monkeypatch):
+    mine, out = write(tmp_path / "mine.npz", *healthy()), tmp_path / "out.npz"
+    own = out.with_suffix(".json")
+    own.write_text('{"mine": 1}')
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"out\.json is not a sidecar this project wrote; rename it"):
+            commands.convert(str(mine), out, overwrite=overwrite)
+        assert own.read_text() == '{"mine": 1}' and not out.exists()
+    own.unlink()
+    own.mkdir()
+    with pytest.raises(UserError, match="is not a sidecar"):
+        commands.convert(str(mine), out)
+    own.rmdir()
+
+    assert commands.convert(str(mine), out) == 0
+    before = out.read_bytes(), own.read_bytes()
+
+    def fails(*arrays, **others):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError):
+        patched.setattr(np, "savez", fails)
+        commands.convert(str(mine), out, overwrite=True)
+    assert (out.read_bytes(), own.read_bytes()) == before  # the older file and its sidecar, both
+    assert commands.convert(str(mine), out, overwrite=True) == 0 and Episodes.load(out).num_episodes == EPISODES
+    out.unlink()  # what is left is ours, and may go
+    assert commands.convert(str(mine), out) == 0 and Episodes.load(out).num_episodes == EPISODES
+
+
 def test_info_and_list_commands(tmp_path, capsys, monkeypatch):
     path = write(tmp_path / "cube-single-play-v0.npz", *healthy())
     with pytest.raises(UserError, match="did you mean cube-single-play-v0"):
@@ -338,6 +368,25 @@ def test_info_and_list_commands(tmp_path, capsys, monkeypatch):
     assert commands.list_() == 0
     assert "puzzle-4x6-noisy-v0" in capsys.readouterr().out
     assert commands.info("cube-single-play") == 0
+
+
+def test_units_in_names_are_shown_as_they_are(tmp_path, capsys, monkeypatch):
+    """Brackets are markup to the terminal's library: it would take them for styles, or for ends of styles."""
+    observations, actions, terminals = healthy()
+    names = ["x[m]", "v[m/s]", "rate[/s]", "[/s]", "force [bold]"]
+    monkeypatch.chdir(tmp_path)
+    folder = Path("of[/s]")  # a folder in a folder
+    folder.mkdir(parents=True)
+    three = {"observations": observations, "actions": actions, "terminals": terminals}
+    np.savez(folder / "mine.npz", **three, observation_names=names, **{"extra[/kg]": np.zeros(1)})
+    assert commands.info(str(folder / "mine.npz")) == 0
+    shown = capsys.readouterr().out
+    assert all(f"observation {index} {name}" in shown for index, name in enumerate(names))
+    assert "extra[/kg] (1,)" in shown and "of[/s]" in shown
+    assert (
+        commands.convert(str(folder / "mine.npz"), folder / "out.npz") == 0 and commands.check(folder / "out.npz") == 0
+    )
+    assert "of[/s]/out.npz: 1,000 rows" in capsys.readouterr().out
 
 
 def test_generate_command(tmp_path, monkeypatch, capsys):

@@ -249,6 +249,57 @@ def test_wrong_layouts_are_told(tmp_path):
         read(minari(tmp_path / "g.hdf5", lengths=(0,)))
 
 
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"actions": np.array([["a", "b"]] * 200, "S")}, "actions holds text, not numbers"),
+        ({"rewards": np.array(["a"] * 200, "S")}, "rewards holds text, not numbers"),
+        ({"timeouts": np.array(["a"] * 200, "S")}, "timeouts holds text, not numbers"),
+        ({"observations": 1.0}, r"observations has the shape \(\); it must be \(steps, columns\)"),
+        ({"observations": np.zeros((200, 4), complex)}, "observations holds complex128, not numbers"),
+        ({"infos/goal": np.zeros(200)}, r"infos/goal has the shape \(200,\)"),
+        ({"actions/inside": np.zeros((200, 2))}, "actions is a group, not an array"),
+        ({key: np.zeros((0, 2)) for key in maze2d(2)}, "has no steps"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_flat_files_of_an_odd_kind_are_told(changes, words, tmp_path):
+    kept = {key: value for key, value in maze2d(200).items() if not any(name.startswith(key) for name in changes)}
+    path = write(tmp_path / "odd.hdf5", {**kept, **changes})
+    with pytest.raises(DataError, match=words) as refused:
+        read(path)
+    assert str(path) in str(refused.value) and run("data", "check", str(path)) == 1
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"observations/achieved_goal": np.zeros(4)}, r"episode_0/achieved_goal has the shape \(4,\); it must be"),
+        ({"observations/observation": np.zeros(4)}, r"episode_0/observation has the shape \(4,\)"),
+        ({"observations/desired_goal": np.zeros(2)}, r"episode_0/desired_goal has the shape \(2,\)"),
+        ({"observations/desired_goal": np.zeros((1, 2))}, "4 observations and 1 of desired_goal"),
+        ({"observations/achieved_goal": np.zeros((3, 2))}, "4 observations and 3 of achieved_goal"),
+        ({"observations": np.zeros(4)}, r"observations of episode_0 has the shape \(4,\)"),
+        ({"actions": np.zeros(3)}, r"actions of episode_0 has the shape \(3,\)"),
+        ({"actions": 1.0}, r"actions of episode_0 has the shape \(\)"),
+        ({"actions": np.array([["a"]] * 3, "S")}, "actions of episode_0 holds text"),
+        ({"rewards": np.array(["a"] * 3, "S")}, "rewards of episode_0 holds text"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_episodes_of_an_odd_kind_are_told(changes, words, tmp_path):
+    path = minari(tmp_path / "odd.hdf5", lengths=(3,), **changes)
+    with pytest.raises(DataError, match=words) as refused:
+        read(path)
+    assert str(path) in str(refused.value) and run("data", "check", str(path)) == 1
+
+
+def test_an_episode_that_is_an_array(tmp_path):
+    for value in (np.zeros(3), 1.0):
+        with pytest.raises(DataError, match="episode_0 is an array"):
+            read(write(tmp_path / "odd.hdf5", {"episode_0": value}))
+
+
 # ---------------------------------------------------------------------------------------------------------- commands
 
 

@@ -58,6 +58,8 @@ def change(path: Path, **changes) -> Path:
         for place, value in changes.items():
             if place in file:
                 del file[place]
+            elif place.rsplit("/", 1)[0] in file and hasattr(file[place.rsplit("/", 1)[0]], "shape"):
+                del file[place.rsplit("/", 1)[0]]  # an array, where a group is to be
             if value is not None:
                 file[place] = value
     return path
@@ -119,8 +121,14 @@ def test_demonstrations_come_by_number_and_by_mask(tmp_path, capsys):
     assert np.diff(np.flatnonzero(arrays["terminals"]), prepend=-1).tolist() == [3, 5, 14] and len(notes) == 1
     with pytest.raises(UserError, match=r"no split 'vald'; did you mean valid\? \(there are none, train, valid\)"):
         read(path, split="vald")
-    with pytest.raises(DataError, match="no demonstration with a step"):
+    with pytest.raises(DataError, match="mask/none lists no demonstration"):
         read(path, split="none")
+    with h5py.File(path, "a") as file:
+        file["data/demo_1"].attrs["num_samples"] = 0
+    with pytest.raises(DataError, match="no demonstration of split valid with a step to learn from"):
+        read(path, split="valid")
+    with h5py.File(path, "a") as file:
+        file["data/demo_1"].attrs["num_samples"] = 3
     with pytest.raises(UserError, match="it has no mask, and so no splits"):
         read(demos(tmp_path / "plain.hdf5"), split="train")
     with pytest.raises(DataError, match="mask/train names demo_11, which is not in data"):
@@ -246,9 +254,55 @@ def test_successes_are_no_ends(tmp_path):
     ]
 
 
+def test_rewards_are_left_out_for_one_reason(tmp_path):
+    """Next states and rewards in one demonstration alone: nothing is said of rewards of last steps, all are gone."""
+    path = demos(tmp_path / "lift.hdf5")
+    gone = ["data/demo_0/rewards", "data/demo_1/next_obs", "data/demo_2/next_obs", "data/demo_2/rewards"]
+    arrays, notes = read(change(path, **dict.fromkeys(gone)))
+    assert "rewards" not in arrays
+    assert [note for note in notes if "rewards" in note] == ["rewards are left out: not all demonstrations have them"]
+
+
+def test_a_mask_that_is_no_group_of_lists(tmp_path):
+    path = change(demos(tmp_path / "lift.hdf5"), mask=np.ones(3))
+    arrays, notes = read(path)
+    assert arrays["terminals"].sum() == 3 and len(notes) == 1
+    with pytest.raises(UserError, match=r"no split 'train' \(it has no mask, and so no splits\)"):
+        read(path, split="train")
+    with h5py.File(path, "a") as file:
+        del file["mask"]
+        file.create_group("mask/train")
+    with pytest.raises(DataError, match="mask/train is no list"):
+        read(path, split="train")
+
+
+@pytest.mark.parametrize(
+    "stored, steps",
+    [(np.array([2]), 2), (np.float64(2), 2), ("3", 3), ("many", None), (np.array([2, 3]), None), (np.nan, None)],
+)
+def test_num_samples_as_others_write_them(stored, steps, tmp_path):
+    path = demos(tmp_path / "lift.hdf5")
+    with h5py.File(path, "a") as file:
+        file["data/demo_1"].attrs["num_samples"] = stored
+    if steps is None:
+        with pytest.raises(DataError, match=r"num_samples of demo_1 is .*, not a number of steps"):
+            read(path)
+    else:
+        assert np.flatnonzero(read(path)[0]["terminals"]).tolist() == [4, 5 + steps, 11 + steps]
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
+        ({"data/demo_1": np.zeros(3)}, "demo_1 is an array; a demonstration is a group"),
+        ({"data/demo_1": 3.0}, "demo_1 is an array"),
+        ({"data/demo_1/next_obs": np.zeros((3, 6))}, "next_obs of demo_1 is one array; it must be a group by key"),
+        ({"data/demo_1/actions": np.array([["a", "b"]] * 3, "S")}, "actions of demo_1 holds text, not numbers"),
+        ({"data/demo_1/rewards": np.array(["a"] * 3, "S")}, "rewards of demo_1 holds text, not numbers"),
+        ({"data/demo_1/rewards/inside": np.zeros(3)}, "rewards of demo_1 is a group, not an array"),
+        ({"data/demo_1/rewards": h5py.Empty("f")}, "rewards of demo_1 is empty, not an array"),
+        ({"data/demo_1/dones": np.array(["a"] * 3, "S")}, "dones of demo_1 holds text"),
+        ({"data/demo_1/next_obs/object": h5py.Empty("f")}, r"cannot be read \(.*D4RL's is flat"),  # the last resort
         (
             {"data/demo_1/obs/object": None, "data/demo_1/next_obs/object": None},
             r"demo_1 lacks object, which demo_0 has; `qhyer data convert FILE OUT.npz --keys gripper robot0_eef_pos`",

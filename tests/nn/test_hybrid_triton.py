@@ -212,10 +212,10 @@ def test_operator_contract(backbone, ssm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("read", [None, (2, 1)])
-def test_the_compiler_can_follow(read, monkeypatch):
+@pytest.mark.parametrize(("read", "ssm"), [(None, "mamba"), ((2, 1), "mamba"), ((2, 1), "mamba2")])
+def test_the_compiler_can_follow(read, ssm, monkeypatch):
     monkeypatch.setenv("QHYER_TRITON", "interpret")
-    decoder, x = make("hybrid", dropout=0.1).train(), torch.randn(2, 7, 32, device=DEVICE)
+    decoder, x = make("hybrid", dropout=0.1, ssm=ssm).train(), torch.randn(2, 7, 32, device=DEVICE)
 
     def loss(x):
         return decoder(x, read=read)[0].square().sum()

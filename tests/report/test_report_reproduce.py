@@ -8,12 +8,16 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qhyer import cli
+from qhyer.data import origin, registry
+from qhyer.data.episodes import Episodes
 from qhyer.report.collect import collect
 from qhyer.report.reproduce import commands
 from qhyer.rng import episode_seed
+from qhyer.storage import read_sealed_json, sha256_file, write_sealed_json
 
 TINY = ("--preset", "demo", "--device", "cpu", "--steps", "2", "--agent.batch-size", "4")
 
@@ -105,9 +109,87 @@ def test_evaluations_are_listed_as_they_were_made(tmp_path, make_run, monkeypatc
 
 @pytest.mark.parametrize("name", ["sweep grid.toml", "ablate backbone --seeds 0"])
 def test_what_evaluates_its_runs_is_not_followed_by_an_evaluation(tmp_path, make_run, name):
-    changed(make_run(tmp_path, "gcbc", 0, {1: [1, 0]}), command=f"qhyer {name}")
-    lines, notes = told_of(tmp_path)
-    assert [line.split()[1] for line in lines] == [name.split()[0], "report"] and notes == ""
+    """Unless the rows are those of a later one, with another seed, or with more episodes, or elsewhere."""
+    run = make_run(tmp_path, "gcbc", 0, {1: [1, 0]}, name="one")
+    asked = {"episodes": 2, "seed": 3, "tasks": [1], "environment": "pointmaze-medium-v0"}
+    changed(run, command=f"qhyer {name}", evaluation=asked, updates=200)
+
+    def evaluated(seed: int, environment: str = "pointmaze-medium-v0") -> list[str]:
+        reseeded(run, environment, seed)
+        lines, notes = told_of(tmp_path)
+        assert notes == "" and [line.split()[1] for line in lines if " eval " not in line] == [
+            name.split()[0],
+            "report",
+        ]
+        return [line for line in lines if " eval " in line]
+
+    assert evaluated(3) == []
+    again = f"qhyer eval {run} --episodes 2 --tasks 1 --seed 4 --overwrite --env pointmaze-medium-v0"
+    assert evaluated(4) == [again.removesuffix(" --env pointmaze-medium-v0")]
+    for other in ({"episodes": 1}, {"tasks": [1, 2]}, {"environment": "pointmaze-large-v0"}):
+        changed(run, evaluation=asked | other)
+        assert len(evaluated(3)) == 1
+    changed(run, evaluation=None)  # an earlier version's: what is usual counts as asked for
+    assert len(evaluated(0)) == 1
+    usual = make_run(tmp_path, "gcbc", 1, {1: [1] * 50}, name="two")
+    changed(usual, command=f"qhyer {name}")
+    reseeded(usual, "pointmaze-medium-v0", 0)
+    assert not any(str(usual) in line for line in told_of(tmp_path)[0])
+
+
+def made_data(folder: Path, seed: int, **settings) -> dict:
+    """A file as it is generated, in small, and what run.json has of it."""
+    arrays = dict(zip(("observations", "actions"), np.random.default_rng(seed).normal(size=(2, 20, 2))))
+    folder.mkdir(exist_ok=True)
+    file = folder / "pointmaze-medium-navigate-v0.npz"
+    np.savez(file, **{k: v.clip(-1, 1) for k, v in arrays.items()}, terminals=np.arange(20) % 10 == 9)
+    sidecar = {"dataset": file.stem, "split": "train", "episodes": 2, "seed": seed, "settings": settings}
+    write_sealed_json(file.with_suffix(".json"), sidecar | {"sha256": sha256_file(file)})
+    episodes = Episodes.load(file)
+    return {"fingerprint": episodes.fingerprint, **registry.origin_of(episodes)}
+
+
+def test_data_are_made_as_they_were_when_it_was_trained(tmp_path, make_run, monkeypatch):
+    """Not as the file that lies there today; runs of earlier versions say when it is another."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("QHYER_DATA", raising=False)
+    words = "qhyer data generate pointmaze-medium-navigate-v0 --episodes 2 --seed"
+    run, old = (make_run(Path("runs"), "gcbc", seed, {1: [1, 0]}, name=f"s{seed}") for seed in (0, 1))
+    about = made_data(Path("data"), 4, rows=1001)
+    for each in (run, old):
+        reseeded(each, "pointmaze-medium-v0", 0)
+    changed(run, data=about)
+    changed(old, data={"fingerprint": about["fingerprint"]})
+    lines, notes = told_of(Path("runs"))
+    assert [line for line in lines if " data " in line] == [f"{words} 4"] and "data" not in notes
+    later = made_data(Path("data"), 5, rows=1001)  # data generate --seed 5 --overwrite
+    lines, notes = told_of(Path("runs"))
+    assert [line for line in lines if " data " in line] == [f"{words} 4"]
+    unknown = "is not what it was in the training, and which command made the data is not recorded: runs/s1."
+    assert f"data/pointmaze-medium-navigate-v0.npz {unknown}" in notes
+    changed(old, data=later)
+    lines, notes = told_of(Path("runs"))
+    assert [line for line in lines if " data " in line] == [f"{words} 4"]
+    assert f"so last, once those of runs/s0 are trained, and `{words} 5 --overwrite`: runs/s1." in notes
+    Path("data/pointmaze-medium-navigate-v0.npz").write_bytes(b"")
+    changed(old, data={"fingerprint": about["fingerprint"]})
+    assert "npz cannot be compared with the training, and" in told_of(Path("runs"))[1]
+
+
+def test_an_ant_of_ones_own_and_short_episodes_are_said(tmp_path, make_run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = make_run(Path("runs"), "gcbc", 0, {1: [1, 0]})
+    for settings, words in (
+        ({"ant": "0123456789abcdef"}, "--ant FOLDER`; the SHA-256 of its weights is 0123456789ab…): runs/gcbc-0."),
+        ({"rows": 30}, "Data generated from Python, with episodes of 30 rows, which `qhyer data generate"),
+    ):
+        changed(run, data=made_data(Path("data"), 4, **settings))
+        lines, notes = told_of(Path("runs"))
+        assert words in notes and not any(" data " in line for line in lines)
+    released = read_sealed_json(origin.ANT)["sha256"]
+    changed(run, data=made_data(Path("data"), 4, ant=released))
+    lines, notes = told_of(Path("runs"))
+    assert any(" data generate " in line for line in lines) and "an ant" not in notes
 
 
 def test_what_no_command_makes_is_said(tmp_path, make_run, monkeypatch):

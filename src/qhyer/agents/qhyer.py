@@ -30,7 +30,7 @@ from qhyer.nn import contrastive, cvae
 from qhyer.nn.bits import Bits
 from qhyer.nn.chance import next_rows
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
-from qhyer.nn.hybrid import Backbone, HybridDecoder, StateSpace
+from qhyer.nn.hybrid import Backbone, Cache, HybridDecoder, StateSpace
 from qhyer.nn.optim import adamw, warm_up, warm_up_cosine
 from qhyer.nn.scan import kernels
 from qhyer.nn.tokens import Tokenization, Tokens
@@ -40,6 +40,7 @@ from qhyer.streams import concurrently
 Q_SCALE_RATE = 0.01  # Unspecified in the paper: rate of the running mean of |Q|
 LUCK_ROWS = 2**15  # of best_of_mixture's table of chance: 512 choices of 64 before it repeats
 LOG_STD = (-3.0, 1.0)  # beyond the paper: range of a mixture's log standard deviations
+CACHED = "cache/"  # in front of the decoder's names, in the memory of an episode whose window hops
 Q_SCALE_FLOOR = 1e-3  # Unspecified in the paper: delta of its normalisation
 RIVALS = {"cvae": cvae.given_context, "contrastive": contrastive.given_context}  # of the flow, in the ablation
 
@@ -128,6 +129,10 @@ class QHyerConfig(AgentConfig):
     past_q: Literal["predicted", "critic"] = "predicted"
     """what the Q tokens of past steps hold when acting: the Q-hat that was predicted then (the paper), or, as they do
     in training, the critic's Q of what was done. With a high tau a past that is all Q-hat is like none in the data"""
+    history: Literal["sliding", "hopping"] = "sliding"
+    """how the window follows when acting. sliding: the last K steps (the paper), decoded anew at each step. Beyond the
+    paper hopping: once full, it goes on with the later half of its steps and grows again, and what was decoded is kept:
+    a step costs what its own tokens cost, and sees between K / 2 and K steps"""
     goal_input: Literal["observation", "coordinates", "difference"] = "observation"
     """what the decoder sees of a goal: the whole observation (the paper), only the coordinates that make it a goal (the
     rest, such as its arm pose, tells in hindsight what comes next, and nothing then), or those less the state's"""
@@ -152,6 +157,7 @@ class QHyerConfig(AgentConfig):
     of a hand that moves for 30 steps says little of where it is going; chosen anew at every step, it may dither"""
 
     coordinates_option = "--agent.goal-input coordinates"
+    acting_alone = ("history", "past_q", "candidates", "choice_temperature")
 
     @property
     def reads_whole_goals(self) -> bool:
@@ -539,7 +545,7 @@ class QHyer(Agent):
         if "plan" in memory and memory["plan"].shape[1]:  # what is left of a chunk, whatever is seen
             plan = memory["plan"].clone()
             return plan[:, 0], {**memory, "plan": plan[:, 1:]}
-        numbers, window = self._decide(observation, goal, memory)
+        numbers, window, kept = self._decide(observation, goal, memory)
         after: Memory = {}
         if self.config.action_head == "best_of_mixture":
             rows, after["row"] = next_rows(observation, goal, memory, self.config.candidates, LUCK_ROWS)  # (n, N)
@@ -550,33 +556,53 @@ class QHyer(Agent):
             plan = action.unflatten(-1, (self.config.chunk, -1))  # (n, chunk, d_a of one)
             action, after["plan"] = plan[:, 0], plan[:, 1:]
         keep = self.config.context - 1
+        if self.config.history == "hopping" and window["observations"].shape[1] > keep:
+            keep, kept = self.config.context // 2, {}  # at other places in the window: decoded anew
         if keep > 0:
             if self.config.past_q == "critic":
                 done = self.log_density(observation, action, self.goal_coordinates(goal))  # (n,)
                 window["q"] = torch.cat([window["q"][:, :-1], self.normalized(done)[:, None]], dim=1)
             before = [memory["actions"]] if "actions" in memory else []
             window["actions"] = torch.cat([*before, action[:, None]], dim=1)
-            after |= {key: value[:, -keep:] for key, value in window.items()}
+            after |= {key: value[:, -keep:] for key, value in window.items()} | kept
         return action, after or None
 
-    def _decide(self, observation: Tensor, goal: Tensor, past: Memory) -> tuple[Tensor, Memory]:
-        """The action head's numbers for the newest state, and the window (n, T, ...) with it; T <= K."""
+    def _decide(self, observation: Tensor, goal: Tensor, past: Memory) -> tuple[Tensor, Memory, Memory]:
+        """The action head's numbers for the newest state, the window (n, T, ...) with it, T <= K, and, where the window
+        hops, the decoder's cache of all its tokens up to that state."""
         before = [past["observations"]] if "observations" in past else []
         observations = torch.cat([*before, observation[:, None]], dim=1)  # (n, T, d_s)
         steps = observations.shape[1]
         s = self.normalize(observations)
         g = self.actor_goals(goal, observations)
         current = self.tokens.state_tokens(s[:, -1:], g[:, -1:], first=steps - 1).flatten(1, 2)  # (n, 1 or 2, d)
-        if steps > 1:
-            tokens = self.tokens(s[:, :-1], g[:, :-1], past.get("q"), past["actions"])
-            current = torch.cat([tokens, current], dim=1)
-        h, cache = self.decoder(current)
+        cache = self._cache(past, goal)
+        if cache is not None:  # since then: what the last step's Q and action were
+            tokens = [self.tokens.q_token(past["q"][:, -1:], first=steps - 2)] if self.q_head is not None else []
+            tokens.append(self.tokens.action_token(past["actions"][:, -1:], first=steps - 2))
+            current = torch.cat([*tokens, current], dim=1)
+        elif steps > 1:
+            tokens = [self.tokens(s[:, :-1], g[:, :-1], past.get("q"), past["actions"])]
+            current = torch.cat([*tokens, current], dim=1)
+        h, cache = self.decoder(current, cache)
         window: Memory = {"observations": observations}
+        kept: Memory = {}
+        if self.config.history == "hopping" and self.config.context > 1:
+            kept = {CACHED + name: value for name, value in self.decoder.pack(cache).items()} | {"goal": goal}
         if self.q_head is not None:
             q_hat = self.q_head(h[:, -1])  # (n, 1): stage 1
             h, _ = self.decoder(self.tokens.q_token(q_hat, first=steps - 1), cache)  # stage 2: one more token
             window["q"] = torch.cat([past["q"], q_hat], dim=1) if steps > 1 else q_hat
-        return self.action_head(h[:, -1]), window
+        return self.action_head(h[:, -1]), window, kept
+
+    def _cache(self, past: Memory, goal: Tensor) -> Cache | None:
+        """What was decoded of the window, if it was for this goal: every state token has it, the past ones, too."""
+        if "goal" not in past:
+            return None
+        captured = goal.is_cuda and torch.cuda.is_current_stream_capturing()  # an evaluation, whose goals stay
+        if not captured and not torch.equal(past["goal"], goal):
+            return None
+        return self.decoder.unpack({k.removeprefix(CACHED): v for k, v in past.items() if k.startswith(CACHED)})
 
     def acting_state(self) -> dict[str, Tensor]:
         """All but the critic, since acting reads Q-hat alone, unless the critic chooses or says what was done."""

@@ -122,13 +122,14 @@ def style() -> dict[str, Any]:
 def show(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     """A table on the terminal, first column text."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table()
     for place, name in enumerate(header):
-        table.add_column(name, justify="left" if place == 0 else "right", no_wrap=True)
+        table.add_column(escape(name), justify="left" if place == 0 else "right", no_wrap=True)
     for line in lines:
-        table.add_row(*line)
+        table.add_row(*map(escape, line))
     console = Console()
     # A pipe has no width: a table cut to 80 columns there would lose its numbers.
     (console if console.is_terminal else Console(width=260)).print(table)

@@ -11,12 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from qhyer.data import bounds
+
 
 @dataclass(frozen=True)
 class Problem:
     severity: Literal["error", "warning"]
     code: str
-    """short and stable: nan, shape, ends, range, bounds, small, jump, spike, constant, duplicate, rewards"""
+    """short and stable: nan, shape, ends, range, bounds, small, units, jump, spike, constant, duplicate, rewards"""
     message: str
     """what was found, where, and what it means"""
     brief: str = ""
@@ -43,12 +45,13 @@ def find_problems(
     terminals: np.ndarray,
     rewards: np.ndarray | None = None,
     *,
-    bounded: bool = False,
+    low: Any = None,
+    high: Any = None,
 ) -> list[Problem]:
-    """All problems, errors first. Never raises, whatever it is given. `bounded`: the data have bounds of actions"""
+    """All problems, errors first. Never raises, whatever it is given. low, high: the bounds beside the actions"""
     try:
         with np.errstate(all="ignore"):
-            problems = list(_find(np.asarray(observations), np.asarray(actions), np.asarray(terminals), bounded))
+            problems = list(_find(np.asarray(observations), np.asarray(actions), np.asarray(terminals), (low, high)))
             wrong = None if rewards is None else wrong_rewards(np.asarray(rewards), len(np.asarray(observations)))
             problems += [_error("rewards", wrong)] if wrong else []
     except Exception as error:  # arrays of a kind nobody thought of
@@ -78,7 +81,7 @@ def in_brief(problems: Sequence[Problem], file: str = "") -> str:
 
 
 def _find(
-    observations: np.ndarray, actions: np.ndarray, terminals: np.ndarray, bounded: bool = False
+    observations: np.ndarray, actions: np.ndarray, terminals: np.ndarray, beside: tuple[Any, Any]
 ) -> Iterator[Problem]:
     shapes = list(_shapes(observations, actions, terminals))
     yield from shapes
@@ -94,7 +97,7 @@ def _find(
     # What is not finite hides nothing: the other rows are looked at all the same.
     last = np.flatnonzero(terminals)
     usable &= terminals == 0
-    yield from _range(actions, usable, bounded)
+    yield from _range(actions, usable, beside)
     yield from _jumps(observations, terminals, last, whole)
     yield from _constant("observations", observations, whole)
     yield from _constant("actions", actions, usable)
@@ -197,19 +200,34 @@ def _not_finite(name: str, array: np.ndarray, terminals: np.ndarray | None) -> t
     return fine, [problem]
 
 
-def _range(actions: np.ndarray, used: np.ndarray, bounded: bool) -> Iterator[Problem]:
+def _range(actions: np.ndarray, used: np.ndarray, beside: tuple[Any, Any]) -> Iterator[Problem]:
     low, high, count, first = _extremes(actions, used)
+    bounded = any(end is not None for end in beside)
+    fit = bounded and bounds.wrong_bounds(actions.shape[1], *beside) is None  # if not, that is an error of its own
+    stand = bounds.units(low, high, *beside) if fit else ""
     limit = 1.0 + ACTION_TOLERANCE
     columns = np.flatnonzero((low < -limit) | (high > limit))
     if len(columns):
         yield _error(
             "range",
             f"actions must lie in [-1, 1]; {count} rows do not, the first is row {first} (by column: "
-            f"{_spans(columns, low, high)}). "
-            "`qhyer data convert FILE OUT.npz --scale-actions` scales them, and policies then give actions in your "
-            "units; or do it by the bounds of your action space: actions = 2 * (actions - low) / (high - low) - 1",
+            f"{_spans(columns, low, high)}). {_how_to_scale(stand, *beside)}",
         )
         return  # whoever scales them scales the small ones, too
+    if stand == "doubtful":
+        ends = [np.asarray(end, np.float64) for end in beside]
+        narrow = np.flatnonzero(bounds.narrow(*ends) & (low < high))
+        listed = ", ".join(map(str, narrow[:8])) + _more(narrow, 8)
+        scales = f"`qhyer data convert FILE OUT.npz {bounds.options(*ends)}`"
+        yield _warning(
+            "units",
+            f"actions never leave action_low and action_high, which are a small part of [-1, 1] in columns {listed} "
+            f"(actions: {_spans(narrow, low, high)}; bounds: {_spans(narrow, *ends)}). Are these the bounds of your "
+            f"action space, and the actions not scaled? Policies would then act far too little. {scales} scales them. "
+            "If they were scaled, nothing is wrong",
+            f"actions never leave action_low and action_high in columns {listed}, far inside [-1, 1]: if they were not "
+            f"scaled, {scales} scales them",
+        )
     small = np.flatnonzero((np.maximum(-low, high) <= SMALL + ACTION_TOLERANCE) & (low < high))
     if len(small) and not bounded:
         scales = "`qhyer data convert FILE OUT.npz --scale-actions`"
@@ -222,6 +240,32 @@ def _range(actions: np.ndarray, used: np.ndarray, bounded: bool) -> Iterator[Pro
             f"actions never leave [-{SMALL:g}, {SMALL:g}] in columns {listed}: if these have other units, {scales} "
             "scales them",
         )
+
+
+def _how_to_scale(stand: str, low: Any, high: Any) -> str:
+    """What to do about actions that do not lie in [-1, 1], by what the bounds beside them say (`bounds.units`)."""
+    if not stand:
+        return (
+            "`qhyer data convert FILE OUT.npz --scale-actions` scales them, and policies then give actions in your "
+            "units; or do it by the bounds of your action space: actions = 2 * (actions - low) / (high - low) - 1"
+        )
+    ends = [np.asarray(end, np.float32) for end in (low, high)]
+    beside = f"action_low and action_high, which say what -1 and 1 stand for ({bounds.told(*ends)})"
+    if stand == "raw":
+        return (
+            f"They lie between {beside}: they are not scaled yet. `qhyer data convert FILE OUT.npz --scale-actions` "
+            "scales them by these bounds, and policies then give actions in your units; or do it yourself: "
+            "actions = 2 * (actions - low) / (high - low) - 1"
+        )
+    if stand == "beyond":
+        return (
+            f"Nor do they lie between {beside}: are these another action space's? `qhyer data convert FILE OUT.npz "
+            "--action-low ... --action-high ...` scales them by bounds that hold them"
+        )
+    return (
+        f"They lie between {beside}, which does not show whether they were scaled: if so, clip them to [-1, 1]; if "
+        f"not, `qhyer data convert FILE OUT.npz {bounds.options(*ends)}` scales them"
+    )
 
 
 def _spans(columns: np.ndarray, low: np.ndarray, high: np.ndarray) -> str:

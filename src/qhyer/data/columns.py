@@ -102,6 +102,20 @@ class Columns:
         raise DataError(f"{self.file}: {wrong}{advice}")
 
 
+def numbers(file: str, where: str, stored: Any, table: bool = False) -> np.ndarray:
+    """An array of numbers, read whole; with two axes, unless there is nothing in it, where that is asked for."""
+    import h5py
+
+    if not hasattr(stored, "shape") or stored.shape is None:
+        raise DataError(f"{file}: {where} is {'empty' if hasattr(stored, 'shape') else 'a group'}, not an array")
+    if stored.dtype.kind not in "fiub":
+        kind = "text" if h5py.check_string_dtype(stored.dtype) is not None else str(stored.dtype)
+        raise DataError(f"{file}: {where} holds {kind}, not numbers")
+    if table and len(stored.shape) != 2 and stored.shape[:1] != (0,):
+        raise DataError(f"{file}: {where} has the shape {stored.shape}; it must be (steps, columns)")
+    return np.asarray(stored[()])
+
+
 def arrays_of(group: Any) -> dict[str, Any]:
     """Every array below a group, by its path, in order."""
     found: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +23,7 @@ from qhyer.data.episodes import (
     end_flags,
     goal_columns,
     goal_rewards,
+    own_sidecar,
     read_arrays,
     read_npz,
     stored_goal,
@@ -151,10 +153,11 @@ def _with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _problems(arrays: Mapping[str, np.ndarray]) -> list[checks.Problem]:
     needed = (arrays["observations"], arrays["actions"], arrays["terminals"])
-    problems = checks.find_problems(*needed, arrays.get("rewards"), bounded=bounds.NAMES[0] in arrays)
+    low, high = map(arrays.get, bounds.NAMES)
+    problems = checks.find_problems(*needed, arrays.get("rewards"), low=low, high=high)
     if any(problem.code == "shape" for problem in problems):
         return problems
-    wrong = bounds.wrong_bounds(arrays["actions"].shape[1], *map(arrays.get, bounds.NAMES))
+    wrong = bounds.wrong_bounds(arrays["actions"].shape[1], low, high)
     return [*([checks.Problem("error", "bounds", wrong)] if wrong else []), *problems]
 
 
@@ -176,23 +179,27 @@ def info(name_or_path: str, /) -> int:
     ends = np.flatnonzero(arrays["terminals"])
     lengths = np.diff(ends, prepend=-1)
     facts = Table(show_header=False, box=None, pad_edge=False)
-    facts.add_row("file", str(path))
-    facts.add_row("rows", f"{len(observations):,}")
-    facts.add_row("episodes", f"{len(ends):,}" + (f" of {_span(lengths)} rows" if len(ends) else ""))
-    facts.add_row("observation", f"{observations.shape[1]} columns, {observations.dtype}")
-    facts.add_row("action", f"{actions.shape[1]} columns, {actions.dtype}")
+
+    def tell(label: str, text: str) -> None:
+        facts.add_row(label, escape(text))  # names of columns, with their units in brackets, are no markup
+
+    tell("file", str(path))
+    tell("rows", f"{len(observations):,}")
+    tell("episodes", f"{len(ends):,}" + (f" of {_span(lengths)} rows" if len(ends) else ""))
+    tell("observation", f"{observations.shape[1]} columns, {observations.dtype}")
+    tell("action", f"{actions.shape[1]} columns, {actions.dtype}")
     units = [arrays[name] for name in bounds.NAMES if name in arrays]
     if len(units) == 2 and bounds.wrong_bounds(actions.shape[1], *units) is None:
-        facts.add_row("own units", f"-1 and 1 of actions stand for {bounds.told(*units)}")
-    small = [problem.brief for problem in problems if problem.code == "small"]
+        tell("own units", f"-1 and 1 of actions stand for {bounds.told(*units)}")
+    small = [problem.brief for problem in problems if problem.code in ("small", "units")]
     if small:
-        facts.add_row("warning", *small)
-    facts.add_row("goal", escape(told))
+        tell("warning", *small)
+    tell("goal", told)
     others = sorted(set(arrays) - {"observations", "actions", "terminals"})
     if others:
-        facts.add_row("also", ", ".join(f"{key} {arrays[key].shape}" for key in others))
+        tell("also", ", ".join(f"{key} {arrays[key].shape}" for key in others))
     for label, value in _provenance(path):
-        facts.add_row(label, value)
+        tell(label, value)
     console.print(facts)
 
     ranges = Table(title="ranges", title_justify="left")
@@ -205,7 +212,7 @@ def info(name_or_path: str, /) -> int:
             if kind == "observation" and names is not None and index < len(names):
                 label += f" {names[index]}"
             mark = "*" if kind == "observation" and index in goal else ""
-            ranges.add_row(label, *(f"{float(value):.4g}" for value in values), mark)
+            ranges.add_row(escape(label), *(f"{float(value):.4g}" for value in values), mark)
     console.print(ranges)
     return 0
 
@@ -233,7 +240,8 @@ def convert(
         maze: of D4RL's maze2d files: turn them into the coordinates of maze2d-MAZE-v1, with the rewards of its goal
         keys: of robomimic's files, and Minari's with dicts: the observations to read, in this order; all if not given
         split: of robomimic's files: the demonstrations that mask lists under this name, such as train; all if not given
-        scale_actions: map each column of actions to [-1, 1] by its least and greatest; policies act in your units
+        scale_actions: map each column of actions to [-1, 1] by its least and greatest, or by the bounds in the file
+            that they have not been scaled by yet; policies act in your units
         action_low: what becomes -1 instead, with action-high: a number for each column, or one for all
         action_high: what becomes 1 instead
         overwrite: replace `out` if it is there
@@ -247,7 +255,9 @@ def convert(
         raise UserError(f"{out} is there already; --overwrite replaces it")
     if out.exists() and out.resolve() == path.resolve():
         raise UserError("the file to write is the one to read; choose another name")
-    arrays, notes = _read(path, keys, split)
+    sidecar = own_sidecar(out)
+    scaling = scale_actions or bool(action_low or action_high)
+    arrays, notes = _read(path, keys, split, clip=not scaling)  # 1.0008 of actions in other units is what was recorded
     if np.shape(arrays["terminals"]) != np.shape(arrays["observations"])[:1]:
         arrays = _with_flags(arrays)
     dataset = registry.DATASETS.get(path.stem)
@@ -265,23 +275,23 @@ def convert(
     if cut == "arrivals":
         arrays = pieces.recut(arrays)
         notes.append("cut where a goal was reached")
-    scaling = scale_actions or bool(action_low or action_high)
     problems = _refuse(path, arrays, *(["range"] if scaling else []))
     if scaling:
         arrays, said = bounds.scaled(arrays, action_low, action_high)
         notes += said
-        problems = _refuse(path, arrays)
+        problems = [problem for problem in _refuse(path, arrays) if problem.code != "units"]  # one knows them now
     of_their_own = scale_actions and split is not None and not (action_low or action_high)
-    sidecar = out.with_suffix(".json")
-    sidecar.unlink(missing_ok=True)
-    with atomic_file(out) as temporary:
-        with open(temporary, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-        digest = sha256_file(temporary)
     about: dict[str, Any] = {"source": path.name, "source_sha256": sha256_file(path), "cut": cut, "notes": notes}
     place = hdf5.recorded_in(path) if path.suffix in HDF5 else None
     asked = {"recorded_in": place, "split": split, "keys": list(keys)}
     about |= {key: value for key, value in asked.items() if value}
+    with atomic_file(out) as temporary:
+        with open(temporary, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        digest = sha256_file(temporary)
+        sidecar.unlink(missing_ok=True)  # at the last moment: an older file keeps it if the new one cannot be written
     rows, episodes = len(arrays["terminals"]), int(arrays["terminals"].sum())
     write_sealed_json(sidecar, {**about, "episodes": episodes, "rows": rows, "sha256": digest})
     console = Console(highlight=False, soft_wrap=True)
@@ -295,7 +305,7 @@ def convert(
         )
     if dataset is None and (found := checks.in_brief(problems, str(out))):
         console.print(f"{path.name}: warning: {found}", markup=False)
-    console.print(f"wrote {out}: {rows:,} rows, {episodes:,} episodes")
+    console.print(f"wrote {out}: {rows:,} rows, {episodes:,} episodes", markup=False)
     return 0
 
 
@@ -310,7 +320,7 @@ def list_() -> int:
         found = registry.find(dataset.name)
         place = "" if found is None else f"{found} ({found.stat().st_size / 1e6:,.0f} MB)"
         rows = dataset.episodes * dataset.rows
-        table.add_row(dataset.name, f"{dataset.episodes:,}", f"{rows:,}", str(len(dataset.goal_indices)), place)
+        table.add_row(dataset.name, f"{dataset.episodes:,}", f"{rows:,}", str(len(dataset.goal_indices)), escape(place))
     Console(highlight=False).print(table)
     return 0
 
@@ -337,7 +347,8 @@ def ant(
     train(config, out, overwrite=overwrite)
     walked = Walked(**ants.about(out)["walked"])
     Console(highlight=False, soft_wrap=True).print(
-        f"wrote {out}: to goals four cells away, {walked}; `qhyer data generate NAME --ant {out}` uses it"
+        f"wrote {out}: to goals four cells away, {walked}; `qhyer data generate NAME --ant {out}` uses it",
+        markup=False,
     )
     return 0
 
@@ -369,10 +380,12 @@ def _refuse(path: Path, arrays: Mapping[str, np.ndarray], *but: str) -> list[che
     return problems
 
 
-def _read(path: Path, keys: Sequence[str] = (), split: str | None = None) -> tuple[dict[str, np.ndarray], list[str]]:
+def _read(
+    path: Path, keys: Sequence[str] = (), split: str | None = None, *, clip: bool = True
+) -> tuple[dict[str, np.ndarray], list[str]]:
     """The arrays, and what was repaired when they were read."""
     if path.suffix in HDF5:
-        return hdf5.read(path, keys, split)
+        return hdf5.read(path, keys, split, clip=clip)
     if keys or split is not None:
         raise UserError(f"--keys and --split choose from an HDF5 file, and {path.name} is none")
     return read_npz(path), []

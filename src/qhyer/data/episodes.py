@@ -16,7 +16,6 @@ Data whose actions had other units have `action_low` and `action_high`: what -1 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from qhyer.config import to_dict
 from qhyer.data import bounds, check
+from qhyer.data.origin import fingerprint, of_file
 from qhyer.errors import CorruptFile, DataError, UserError, did_you_mean
 from qhyer.storage import read_sealed_json, sha256_file
 
@@ -95,6 +95,7 @@ class Episodes:
         *,
         observation_names: Sequence[str] | None = None,
         warnings: Sequence[check.Problem] = (),
+        origin: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
         self.fingerprint = fingerprint
@@ -107,6 +108,7 @@ class Episodes:
         self.action_low, self.action_high = action_low, action_high  # (d_a,) float32, or None
         self.observation_names = None if observation_names is None else tuple(observation_names)
         self.warnings = tuple(warnings)  # the check's, where nobody has been told yet
+        self.origin = dict(origin or {})  # of the file they were read from: see `origin.of_file`
         lengths = self.ends - self.starts  # (E,) transitions per episode
         # Row -> row of its episode's final state, and the rows that start a transition (all but the final states).
         self.end_of = torch.repeat_interleave(self.ends, lengths + 1)  # (N,)
@@ -176,8 +178,7 @@ class Episodes:
         except ValueError as error:
             raise DataError(f"{name}: not an array, rows of unequal length? ({error})") from None
         flags = end_flags(ends, observations.shape[0] if observations.ndim else 0)
-        bounded = action_low is not None
-        problems = check.find_problems(observations, actions, flags, bounded=bounded)
+        problems = check.find_problems(observations, actions, flags, low=action_low, high=action_high)
         errors = [p for p in problems if p.severity == "error"]
         if errors:
             raise DataError(check.describe(name, errors))
@@ -190,17 +191,14 @@ class Episodes:
         if wrong:
             raise DataError(check.describe(name, [check.Problem("error", "bounds", wrong)]))
         span = [] if action_low is None else [np.array(end, np.float32) for end in (action_low, action_high)]
-        digest = hashlib.sha256()
         others = [*([] if brought is None else [brought]), *span]
-        for array in (observations, actions, end_rows.astype(np.int64), *others):
-            digest.update(np.ascontiguousarray(array).tobytes())
         return cls(
             torch.from_numpy(observations),
             torch.from_numpy(actions),
             torch.from_numpy(end_rows).long(),
             goal_indices,
             name,
-            digest.hexdigest(),
+            fingerprint(observations, actions, end_rows, others),
             None if brought is None else torch.from_numpy(brought),
             *map(torch.from_numpy, span),
             observation_names=observation_names,
@@ -225,6 +223,7 @@ class Episodes:
         With `pieces` a walk over several goals becomes an episode for each, where the data say when they were reached.
         What the check warns of is kept in `warnings`.
         """
+        origin = of_file(Path(path))
         arrays = read_arrays(path)
         if pieces and "arrivals" in arrays:
             from qhyer.data.pieces import recut
@@ -235,7 +234,7 @@ class Episodes:
         if goal is None:
             goal = stored_goal(arrays)
         names = arrays.get("observation_names")
-        return cls._checked(
+        made = cls._checked(
             arrays["observations"],
             arrays["actions"],
             arrays["terminals"],
@@ -247,6 +246,8 @@ class Episodes:
             arrays.get("action_low"),
             arrays.get("action_high"),
         )
+        made.origin = origin
+        return made
 
     # ------------------------------------------------------------------------------------------------- using
 
@@ -275,6 +276,7 @@ class Episodes:
             *(None if each is None else each.to(device) for each in (self.rewards, self.action_low, self.action_high)),
             observation_names=self.observation_names,
             warnings=self.warnings,
+            origin=self.origin,
         )
 
     def spec(self) -> DataSpec:
@@ -321,10 +323,8 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
             f"no dataset at {path}{did_you_mean(path.name, beside)} (`qhyer data generate NAME` makes those of "
             "`qhyer data list`)"
         )
-    sidecar = path.with_suffix(".json")
+    sidecar = own_sidecar(path)
     if sidecar.is_file():
-        if b'"seal"' not in sidecar.read_bytes() and b"sha256" not in sidecar.read_bytes():
-            raise UserError(f"{sidecar} is not a sidecar this project wrote; rename it, it stands where one belongs")
         recorded = read_sealed_json(sidecar).get("sha256")
         if recorded != sha256_file(path):
             raise CorruptFile(
@@ -345,6 +345,19 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
             "observations (N, d_s), actions (N, d_a), terminals (N,) with 1 on each episode's last row"
         )
     return arrays
+
+
+def own_sidecar(path: Path) -> Path:
+    """Where a file's sidecar is, or would be; an error if something stands there that this project did not write."""
+    sidecar = path.with_suffix(".json")
+    if sidecar.is_file():
+        content = sidecar.read_bytes()
+        ours = b'"seal"' in content or b"sha256" in content
+    else:
+        ours = not sidecar.exists()
+    if not ours:
+        raise UserError(f"{sidecar} is not a sidecar this project wrote; rename it, it stands where one belongs")
+    return sidecar
 
 
 def columns_told(columns: Sequence[int], names: Sequence[str] | None) -> str:

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from qhyer.data import robomimic
-from qhyer.data.columns import Columns
+from qhyer.data.bounds import CLIPPED
+from qhyer.data.columns import Columns, numbers
 from qhyer.data.pieces import Arrays, gather, is_about
 from qhyer.errors import CorruptFile, DataError, UserError
 
 WALK = 1000  # transitions of the pieces a continuing walk is cut into, as in the generated datasets
 # Further than anything moves in a step: the point at most 0.05, the ant about half a metre.
 JUMP = {"maze2d": 0.2, "antmaze": 1.0}
-ROUNDING = 1e-3  # actions this far beyond [-1, 1] are clipped; further ones are left for the check to refuse
 FLAT = ("observations", "actions", "terminals")
 LAYOUTS = (
     "D4RL's is flat (observations, actions, rewards, terminals, timeouts, infos/goal), Minari's has a group for each "
@@ -42,11 +42,14 @@ def read_hdf5(path: str | Path) -> Arrays:
     return arrays
 
 
-def read(path: str | Path, keys: Sequence[str] = (), split: str | None = None) -> tuple[Arrays, list[str]]:
+def read(
+    path: str | Path, keys: Sequence[str] = (), split: str | None = None, *, clip: bool = True
+) -> tuple[Arrays, list[str]]:
     """The arrays of an HDF5 file, and a sentence for each thing that was repaired, or left out.
 
     keys    which observations to read, in this order, where the file keeps them by key; all of them if none is named
     split   of a robomimic file: read the demonstrations that its mask lists under this name
+    clip    put actions back that are beyond [-1, 1] by rounding; not where they have units of their own
     """
     import h5py
 
@@ -55,20 +58,28 @@ def read(path: str | Path, keys: Sequence[str] = (), split: str | None = None) -
         raise UserError(f"no dataset at {path}")
     try:
         with h5py.File(path, "r") as file:
-            if robomimic.is_layout(file):
-                arrays, notes = robomimic.read_demos(path, file, keys, split)
-                return _clipped(arrays, notes), notes
-            if split is not None:
-                raise UserError(f"{path} has no splits: those are masks of robomimic's files (--split)")
-            if any(_number(key) is not None for key in file):
-                return _minari(path, file, keys)
-            if keys:
-                raise UserError(f"{path} has no observations by key: only robomimic's files and Minari's do (--keys)")
-            if "observations" in file or "actions" in file:
-                return _d4rl(path, file)
-            found = ", ".join(sorted(file)[:8]) or "nothing"
+            arrays, notes = _read(path, file, keys, split)
     except (OSError, RuntimeError, KeyError) as error:  # h5py's, of what is damaged or linked to nothing
         raise CorruptFile(f"{path} cannot be read as HDF5, or its end is missing: {error}") from error
+    except (TypeError, ValueError, IndexError, AttributeError) as error:  # of what nobody thought of
+        raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). What is: {LAYOUTS}") from error
+    for name in ("observations", "actions"):
+        arrays[name] = arrays[name].astype(np.float32)
+    return _clipped(arrays, notes) if clip else arrays, notes
+
+
+def _read(path: Path, file: Any, keys: Sequence[str], split: str | None) -> tuple[Arrays, list[str]]:
+    if robomimic.is_layout(file):
+        return robomimic.read_demos(path, file, keys, split)
+    if split is not None:
+        raise UserError(f"{path} has no splits: those are masks of robomimic's files (--split)")
+    if any(_number(key) is not None for key in file):
+        return _minari(path, file, keys)
+    if keys:
+        raise UserError(f"{path} has no observations by key: only robomimic's files and Minari's do (--keys)")
+    if "observations" in file or "actions" in file:
+        return _d4rl(path, file)
+    found = ", ".join(sorted(file)[:8]) or "nothing"
     raise DataError(f"{path} has an unknown layout (it holds {found}): {LAYOUTS}")
 
 
@@ -87,26 +98,24 @@ def _d4rl(path: Path, file: Any) -> tuple[Arrays, list[str]]:
     missing = [key for key in FLAT if key not in file]
     if missing:
         raise DataError(f"{path} lacks {', '.join(missing)}; {LAYOUTS}")
-    arrays: Arrays = {
-        "observations": np.asarray(file["observations"][()]),
-        "actions": np.asarray(file["actions"][()]),
-    }
+
+    def stored(key: str, table: bool = False) -> np.ndarray:
+        return numbers(str(path), key, file[key], table)
+
+    arrays: Arrays = {key: stored(key, table=True) for key in ("observations", "actions")}
     if "rewards" in file:
-        arrays["rewards"] = np.ravel(file["rewards"][()]).astype(np.float32)
-    terminals = np.ravel(file["terminals"][()]) != 0
-    timeouts = np.ravel(file["timeouts"][()]) != 0 if "timeouts" in file else None
+        arrays["rewards"] = np.ravel(stored("rewards")).astype(np.float32)
+    terminals = np.ravel(stored("terminals")) != 0
+    timeouts = np.ravel(stored("timeouts")) != 0 if "timeouts" in file else None
     if "infos/goal" in file:
-        arrays["goals"] = np.asarray(file["infos/goal"][()], np.float32)
+        arrays["goals"] = stored("infos/goal", table=True).astype(np.float32)
     lengths = {key: len(array) for key, array in arrays.items()} | {"terminals": len(terminals)}
     lengths |= {} if timeouts is None else {"timeouts": len(timeouts)}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{count} of {key}" for key, count in lengths.items())
         raise DataError(f"{path} has unequal numbers of steps: {counts}")
-    if arrays["observations"].ndim != 2 or arrays["actions"].ndim != 2 or not lengths["actions"]:
-        raise DataError(
-            f"{path}: observations and actions must be (steps, columns), and are "
-            f"{arrays['observations'].shape} and {arrays['actions'].shape}"
-        )
+    if not lengths["actions"]:
+        raise DataError(f"{path} has no steps")
     widths = arrays["observations"].shape[1], arrays["actions"].shape[1]
     kind = {(4, 2): "maze2d", (29, 8): "antmaze"}.get(widths)
     notes: list[str] = []
@@ -158,7 +167,7 @@ def _one_walk(arrays: Arrays, terminals: np.ndarray, timeouts: np.ndarray | None
     pieces = list(zip(np.append(0, cuts + 1), np.append(cuts, rows - 1)))
     made = gather(arrays, [piece for begin, end in pieces for piece in _fixed(int(begin), int(end), WALK)])
     notes.append(f"one walk without resets, cut every {WALK} steps; arrivals at goals are kept as `arrivals`")
-    return _clipped(made, notes)
+    return made
 
 
 def _episodes(
@@ -200,7 +209,7 @@ def _episodes(
         notes.append(f"{int((~kept).sum())} episodes of a single row are left out")
     if not kept.any():
         raise DataError("every episode has a single row: timeouts and terminals mark every step")
-    return _clipped(gather(arrays, list(zip(first[kept], last[kept]))), notes)
+    return gather(arrays, list(zip(first[kept], last[kept])))
 
 
 def from_legacy(arrays: Arrays, rows: int, columns: int) -> Arrays:
@@ -257,12 +266,14 @@ def _minari(path: Path, file: Any, keys: Sequence[str]) -> tuple[Arrays, list[st
     columns: tuple[int, ...] | None = None
     for key in episodes:
         group = file[key]
+        if hasattr(group, "shape"):
+            raise DataError(f"{path}: {key} is an array; {LAYOUTS}")
         for needed in ("observations", "actions"):
             if needed not in group:
                 raise DataError(f"{path}: {key} lacks {needed}; {LAYOUTS}")
         if not hasattr(group["actions"], "shape"):
             raise DataError(f"{path}: the actions of {key} are not one array; only continuous actions can be learned")
-        actions = np.asarray(group["actions"][()])
+        actions = numbers(str(path), f"actions of {key}", group["actions"], table=True)
         observations, goals, columns = _minari_observations(path, key, group["observations"], columns, by_key, notes)
         if len(observations) != len(actions) + 1:
             raise DataError(
@@ -276,7 +287,7 @@ def _minari(path: Path, file: Any, keys: Sequence[str]) -> tuple[Arrays, list[st
         if goals is not None:
             rows["goals"] = goals.astype(np.float32)
         if "rewards" in group:
-            rewards = np.ravel(group["rewards"][()])
+            rewards = np.ravel(numbers(str(path), f"rewards of {key}", group["rewards"]))
             if len(rewards) != len(actions):
                 raise DataError(f"{path}: {key} has {len(rewards)} rewards and {len(actions)} actions")
             rows["rewards"] = np.append(0, rewards).astype(np.float32)
@@ -297,7 +308,7 @@ def _minari(path: Path, file: Any, keys: Sequence[str]) -> tuple[Arrays, list[st
         arrays["goal_indices"] = np.array(columns)
     if whole.first:
         arrays["observation_names"] = np.array(whole.names())
-    return _clipped(arrays, notes), notes
+    return arrays, notes
 
 
 def _minari_observations(
@@ -312,14 +323,13 @@ def _minari_observations(
     if hasattr(stored, "shape"):
         if by_key[""].asked:
             raise UserError(f"{path}: the observations of {key} are one array, without keys: leave out --keys")
-        array = np.asarray(stored[()])
-        if array.ndim != 2:
-            raise DataError(f"{path}: the observations of {key} have shape {array.shape}, not (steps, columns)")
-        return array, None, columns
+        return numbers(str(path), f"observations of {key}", stored, table=True), None, columns
 
     def part(name: str) -> np.ndarray:
-        inside = stored[name]
-        return np.asarray(inside[()]) if hasattr(inside, "shape") else by_key[name].read(f"{key}/{name}", inside)
+        inside, where = stored[name], f"{key}/{name}"
+        if hasattr(inside, "shape"):
+            return numbers(str(path), where, inside, table=True)
+        return by_key[name].read(where, inside)
 
     goals_apart = "observation" in stored and "achieved_goal" in stored
     plain = "observation" in stored and hasattr(stored["observation"], "shape")
@@ -334,6 +344,9 @@ def _minari_observations(
         return observation, None, columns
     achieved = part("achieved_goal")
     goals = part("desired_goal") if "desired_goal" in stored else None
+    for name, array in (("achieved_goal", achieved), ("desired_goal", achieved if goals is None else goals)):
+        if len(array) != len(observation):
+            raise DataError(f"{path}: {key} has {len(observation)} observations and {len(array)} of {name}")
     width = achieved.shape[1]
     if columns is None:  # decided once, by the first episode: a mixture of both would fit no network
         columns = _columns_of(observation, achieved)
@@ -374,12 +387,11 @@ def _fixed(begin: int, end: int, steps: int) -> list[tuple[int, int]]:
 
 
 def _clipped(arrays: Arrays, notes: list[str]) -> Arrays:
-    """float32, and actions that are out of range by rounding alone put back."""
-    arrays["observations"] = arrays["observations"].astype(np.float32)
-    actions = arrays["actions"] = arrays["actions"].astype(np.float32)
+    """Actions that are out of range by rounding alone are put back."""
+    actions = arrays["actions"]
     if actions.size and np.isfinite(actions).all():
         worst = float(np.abs(actions).max())
-        if 1.0 + 1e-6 < worst <= 1.0 + ROUNDING:
+        if 1.0 + 1e-6 < worst <= 1.0 + CLIPPED:
             notes.append(f"actions up to {worst:.6g} are clipped to 1")
             arrays["actions"] = actions.clip(-1.0, 1.0)
     return arrays

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from qhyer.data.episodes import FILES, Episodes
 from qhyer.errors import UserError, did_you_mean
@@ -153,6 +153,18 @@ def load(source: str | Path, device: str = "cpu") -> tuple[Episodes, Dataset | N
             f"`qhyer data generate {dataset.name}` makes it"
         )
     return _load(found, dataset, device), dataset
+
+
+def origin_of(episodes: Episodes) -> dict[str, Any]:
+    """What run.json keeps of the file they came from. An official dataset has episodes of one length: another is an
+    own setting, too."""
+    found = dict(episodes.origin)
+    made = found.get("generated")
+    if made and made["dataset"] in DATASETS:
+        rows, usual = (made.get("settings") or {}).get("rows"), DATASETS[made["dataset"]].rows
+        own = {} if rows in (None, usual) else {"rows": rows}
+        found["generated"] = {**made, "own": {**made["own"], **own}}
+    return found
 
 
 def _load(path: Path, dataset: Dataset, device: str) -> Episodes:

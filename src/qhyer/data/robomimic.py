@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from qhyer.data.columns import Columns
+from qhyer.data.columns import Columns, numbers
 from qhyer.data.pieces import Arrays
 from qhyer.errors import DataError, UserError, did_you_mean
 
@@ -44,15 +44,16 @@ def read_demos(path: Path, file: Any, keys: Sequence[str], split: str | None) ->
         for key, array in rows.items():
             parts.setdefault(key, []).append(array)
     if not parts:
-        raise DataError(f"{path} has no demonstration with a step to learn from")
+        which = f"no demonstration of split {split}" if split is not None else "no demonstration"
+        raise DataError(f"{path} has {which} with a step to learn from")
     if len({piece.shape[1] for piece in parts["actions"]}) > 1:
         raise DataError(f"{path}: the actions of its demonstrations have different numbers of columns")
     if 0 < len(parts.get("rewards", [])) < len(parts["actions"]):
         del parts["rewards"]
-        counts["unrewarded"] += 1
+        counts["unrewarded"], counts["lost"] = 1, 0  # all are left out, those of last steps among them
     arrays = {key: np.concatenate(pieces) for key, pieces in parts.items()}
     arrays["observation_names"] = np.array(columns.names())
-    masks = sorted(file.get("mask", {})) if split is None else []
+    masks = sorted(_masks(file)) if split is None else []
     told = {
         "empty": "{} demonstrations without a step to learn from are left out",
         "beyond": "{} demonstrations have more rows than num_samples says: those beyond are left out",
@@ -76,15 +77,25 @@ def _demos(file: Any) -> list[str]:
     return sorted(numbers, key=lambda name: (numbers[name], name))
 
 
+def _masks(file: Any) -> Any:
+    """Lists of demonstrations by the name of their split; none if the file has none."""
+    masks = file.get("mask", {})
+    return {} if hasattr(masks, "shape") else masks
+
+
 def _of_split(path: Path, file: Any, split: str | None) -> list[str]:
     names = _demos(file)
     if split is None:
         return names
-    masks = file.get("mask", {})
+    masks = _masks(file)
     if split not in masks:
         there = f"there are {', '.join(sorted(masks))}" if len(masks) else "it has no mask, and so no splits"
         raise UserError(f"{path} has no split {split!r}{did_you_mean(split, masks)} ({there})")
+    if getattr(masks[split], "shape", None) is None:
+        raise DataError(f"{path}: mask/{split} is no list of demonstrations' names")
     listed = {name.decode() if isinstance(name, bytes) else str(name) for name in np.ravel(masks[split][()])}
+    if not listed:
+        raise DataError(f"{path}: mask/{split} lists no demonstration")
     if unknown := sorted(listed - set(names)):
         raise DataError(f"{path}: mask/{split} names {unknown[0]}, which is not in data")
     return [name for name in names if name in listed]
@@ -92,6 +103,8 @@ def _of_split(path: Path, file: Any, split: str | None) -> list[str]:
 
 def _rows(path: Path, name: str, group: Any, columns: Columns, counts: Counter[str]) -> Arrays:
     """A demonstration's rows, the final state included; nothing if there is no step to learn from."""
+    if hasattr(group, "shape"):
+        raise DataError(f"{path}: {name} is an array; a demonstration is a group with obs and actions")
     if not len(group):
         counts["empty"] += 1
         return {}
@@ -102,8 +115,10 @@ def _rows(path: Path, name: str, group: Any, columns: Columns, counts: Counter[s
             f"{path}: {name} has no obs, a group of observations by key; it has {', '.join(sorted(group))}. "
             "Of a file with states alone, robomimic's dataset_states_to_obs.py makes one with observations"
         )
+    if "next_obs" in group and hasattr(group["next_obs"], "shape"):
+        raise DataError(f"{path}: next_obs of {name} is one array; it must be a group by key, as obs is")
     total = len(group["actions"])
-    steps = int(group.attrs.get("num_samples", total))
+    steps = _steps(path, name, group.attrs.get("num_samples", total))
     if steps > total:
         raise DataError(
             f"{path}: {name} has {total} actions, and {steps} by its num_samples: it was cut off. Remove it, "
@@ -114,10 +129,10 @@ def _rows(path: Path, name: str, group: Any, columns: Columns, counts: Counter[s
         counts["empty"] += 1
         return {}
     states = columns.read(name, group["obs"], total)[:steps]  # (T, d_s)
-    actions = np.asarray(group["actions"][:steps])  # (T, d_a)
+    actions = numbers(str(path), f"actions of {name}", group["actions"])[:steps]  # (T, d_a)
     rewards = np.zeros(0, np.float32)
     if "rewards" in group:
-        rewards = np.ravel(group["rewards"][()]).astype(np.float32)  # (T,)
+        rewards = np.ravel(numbers(str(path), f"rewards of {name}", group["rewards"])).astype(np.float32)  # (T,)
         if len(rewards) != total:
             raise DataError(f"{path}: {name} has {len(rewards)} rewards and {total} actions")
         rewards = rewards[:steps]
@@ -133,6 +148,15 @@ def _rows(path: Path, name: str, group: Any, columns: Columns, counts: Counter[s
         return {}
     actions[-1] = 0
     if "dones" in group:
-        counts["done"] += int(np.count_nonzero(np.ravel(group["dones"][()])[: steps - 1]))
+        dones = np.ravel(numbers(str(path), f"dones of {name}", group["dones"]))  # (T,)
+        counts["done"] += int(np.count_nonzero(dones[: steps - 1]))
     rows = {"observations": states, "actions": actions, "terminals": np.arange(len(states)) == len(states) - 1}
     return rows | ({"rewards": np.append(np.float32(0), rewards)} if "rewards" in group else {})
+
+
+def _steps(path: Path, name: str, stored: Any) -> int:
+    """`num_samples`: a whole number, or an array of one."""
+    try:
+        return int(np.ravel(stored).item())
+    except (TypeError, ValueError, OverflowError):
+        raise DataError(f"{path}: num_samples of {name} is {stored!r}, not a number of steps") from None

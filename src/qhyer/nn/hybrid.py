@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ class BlockCache(NamedTuple):
 
 
 Cache = list[BlockCache]
+Kept = TypeVar("Kept", KeyValues, MambaState)
 
 
 class HybridBlock(nn.Module):
@@ -191,6 +193,35 @@ class HybridDecoder(nn.Module):
             after.append(block_cache)
         h = self.norm(x)
         return h if read is None else first_of_steps(h, *read), after
+
+    @staticmethod
+    def pack(cache: Cache) -> dict[str, Tensor]:
+        """A cache as tensors by name, each with the sequences as its first axis."""
+        return {
+            f"{i}/{name}/{part}": value
+            for i, block in enumerate(cache)
+            for name, kept in block._asdict().items()
+            if kept is not None
+            for part, value in kept._asdict().items()
+        }
+
+    @staticmethod
+    def unpack(tensors: Mapping[str, Tensor]) -> Cache | None:
+        """The inverse; None of nothing."""
+        blocks = 1 + max((int(name.split("/")[0]) for name in tensors), default=-1)
+
+        def part(name: str, kind: Callable[..., Kept], *fields: str) -> Kept | None:
+            found = [tensors[f"{name}/{field}"] for field in fields if f"{name}/{field}" in tensors]
+            return kind(*found) if found else None
+
+        cache = [
+            BlockCache(
+                part(f"{i}/attention", KeyValues, *KeyValues._fields),
+                part(f"{i}/mamba", MambaState, *MambaState._fields),
+            )
+            for i in range(blocks)
+        ]
+        return cache or None
 
     @torch.no_grad()
     def readout(self, x: Tensor) -> list[dict[str, Tensor]]:

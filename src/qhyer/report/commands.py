@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as Grid
 
 from qhyer.report import Report, write_report
@@ -67,7 +68,7 @@ def headline(made: Report, tasks: bool = True) -> list[Grid]:
     for dataset in dict.fromkeys(row.dataset for row in made.success):
         names, lines = wide(made.success, dataset)
         shown = names if tasks else []
-        grid = Grid(title=dataset, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        grid = Grid(title=escape(dataset), title_justify="left", title_style="bold", box=None, pad_edge=False)
         for name in ("agent", "preset"):
             grid.add_column(name, no_wrap=True)
         scored = has_scores(row for row in made.success if row.dataset == dataset)
@@ -80,6 +81,6 @@ def headline(made: Report, tasks: bool = True) -> list[Grid]:
             for cell in cells[1 : 1 + len(shown)]:
                 texts.append((number(cell.mean, 0), identity(cell) in marked) if cell else ("", False))
             bold = [f"[bold]{text}[/bold]" if strong else text for text, strong in texts]
-            grid.add_row(label(row).replace("[", "\\["), row.preset, str(row.seeds), *bold)
+            grid.add_row(label(row).replace("[", "\\["), escape(row.preset), str(row.seeds), *bold)
         grids.append(grid)
     return grids

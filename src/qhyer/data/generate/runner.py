@@ -43,6 +43,7 @@ from qhyer.errors import CorruptFile, UserError
 from qhyer.launch import Launcher, Outcome, cores, follow_parent, launch
 from qhyer.storage import (
     atomic_file,
+    locked,
     read_sealed_json,
     sha256_file,
     sweep_partial,
@@ -118,7 +119,7 @@ def generate(
             job.collect(missing, workers, console, launcher, address)
             for split, count in missing.items():
                 job.finish(split, count)
-                console.print(f"wrote {job.path(split)}", highlight=False, soft_wrap=True)
+                console.print(f"wrote {job.path(split)}", markup=False, highlight=False, soft_wrap=True)
     return job.path("train")
 
 
@@ -176,7 +177,12 @@ class Job:
             if overwrite:
                 return False
             raise CorruptFile(f"{path} is damaged: its SHA-256 is not the one in {sidecar.name}; {again}")
-        console.print(f"{path} is there already, with these settings; nothing to do", highlight=False, soft_wrap=True)
+        console.print(
+            f"{path} is there already, with these settings; nothing to do",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
         return True
 
     def _working_key(self) -> Any:
@@ -188,13 +194,15 @@ class Job:
     @contextlib.contextmanager
     def working_folder(self, console: Console) -> Iterator[None]:
         """The folder of finished episodes: emptied if of other settings, removed when all is done."""
-        self.work.mkdir(exist_ok=True)
-        with _locked(self.work / "lock", self.recipe.name):
+        what = f"{self.recipe.name} is being generated in {self.folder}"
+        with locked(self.work / "lock", what, "let it end, or stop it and run the same again"):
             key = self._working_key()
             if key != self.key:
                 left = [item for item in self.work.iterdir() if item.name != "lock"]
                 if left:
-                    console.print(f"{self.work} holds episodes of other settings or versions; they are removed")
+                    console.print(
+                        f"{self.work} holds episodes of other settings or versions; they are removed", markup=False
+                    )
                 for item in left:
                     item.unlink()
                 write_json(self.work / "settings.json", self.key)
@@ -266,22 +274,6 @@ def _differences(recorded: Any, wanted: dict[str, Any]) -> list[str]:
         elif there != value:
             found.append(f"{name} {there} there, {value} asked for")
     return found
-
-
-@contextlib.contextmanager
-def _locked(path: Path, name: str) -> Iterator[None]:
-    """One process at a time in a working folder. Released by the system however the process ends."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks here; two runs at once would merely do the work twice
-        yield
-        return
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{name} is being generated in {path.parent.parent} by another process") from None
-        yield
 
 
 # ------------------------------------------------------------------------------------------------ workers
@@ -366,7 +358,7 @@ def _collect_ray(
     names = [f"{seeds.split} episode {seeds.index}" for seeds, _ in tasks]
 
     def note(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     failed: list[Outcome[Arrays]] = []
     outcomes = launch(_remote_episode, jobs, launcher="ray", workers=workers, address=address, names=names, note=note)
