@@ -106,11 +106,13 @@ def test_a_parameter_that_is_used_again_waits(monkeypatch):
         assert aside(lambda: 2, [], ONE) == 2 and recorder.told == ["here waits for aside"]
 
 
-@pytest.mark.parametrize("backbone", ["hybrid", "attention", "mamba"])
-def test_autograd_reads_nothing_that_is_aside(backbone, monkeypatch):
+@pytest.mark.parametrize(
+    ("backbone", "ssm"), [("hybrid", "mamba"), ("attention", "mamba"), ("mamba", "mamba"), ("hybrid", "mamba2")]
+)
+def test_autograd_reads_nothing_that_is_aside(backbone, ssm, monkeypatch):
     """What is put aside as late as can be: until the end it is not a number, and still no gradient is lost."""
     pytest.importorskip("triton")
-    from qhyer.nn import hybrid_triton, seam_triton
+    from qhyer.nn import branches_triton, seam_triton
     from qhyer.nn.hybrid import HybridDecoder
 
     late: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -127,7 +129,7 @@ def test_autograd_reads_nothing_that_is_aside(backbone, monkeypatch):
 
     monkeypatch.setenv("QHYER_TRITON", "1" if torch.cuda.is_available() else "interpret")
     torch.manual_seed(0)
-    decoder = HybridDecoder(32, 2, 2, 0.0, backbone, 4).train()
+    decoder = HybridDecoder(32, 2, 2, 0.0, backbone, 4, ssm).train()
     decoder = decoder.cuda() if torch.cuda.is_available() else decoder
     x = torch.randn(2, 8, 32, device=next(decoder.parameters()).device)
 
@@ -137,7 +139,7 @@ def test_autograd_reads_nothing_that_is_aside(backbone, monkeypatch):
         return {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
 
     expected = {name: grad.clone() for name, grad in gradients().items()}
-    monkeypatch.setattr(hybrid_triton, "aside", put)
+    monkeypatch.setattr(branches_triton, "aside", put)
     monkeypatch.setattr(seam_triton, "aside", put)
     found = gradients()
     assert late

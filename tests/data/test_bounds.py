@@ -311,7 +311,7 @@ def test_other_errors_are_told_before_anything_is_scaled(tmp_path, capsys):
     arrays["actions"][3, 1] = np.nan
     np.savez(tmp_path / "mine.npz", **arrays)
     assert run("data", "convert", tmp_path / "mine.npz", tmp_path / "no.npz", "--scale-actions") == 2
-    assert "error [nan] actions has 1 values that are not finite" in said(capsys.readouterr().err)
+    assert "error [nan] actions has 1 value that is not finite" in said(capsys.readouterr().err)
 
 
 def test_episodes_carry_them():
