@@ -77,6 +77,10 @@ def test_an_update_that_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(UserError, match=r"(?s)an update of 8 takes .* GB .*are free here.*--preset demo.*batch-size 4"):
         go()
     assert not run.exists()
+    monkeypatch.setattr(memory, "available", lambda: kept // 20)  # not even one window; the preset is in use already
+    with pytest.raises(UserError, match="a smaller network") as told:
+        train("qhyer", "x", config, TrainConfig(device="cpu"), run=run, episodes=point_world, preset="demo")
+    assert "--preset" not in str(told.value) and "batch-size" not in str(told.value)
     monkeypatch.setattr(memory, "available", lambda: kept + 1)  # perhaps
     go()
     assert "may be ended" in capsys.readouterr().err

@@ -186,6 +186,21 @@ def test_what_acting_alone_reads_can_be_changed(run, here):
     assert not (here / "n").exists()
 
 
+def test_an_override_that_changes_nothing_is_none(run, here):
+    about = models.read(models.export(run, here / "m", override=["history=sliding"]))
+    assert "override" not in about and about["scores"] == models.read(models.export(run, here / "n"))["scores"]
+
+
+def test_another_way_of_acting_is_another_model(run, here):
+    models.export(run, here / "m")
+    models.evaluate_model(here / "m", FEW, out=here / "rows", workers=0, quiet=True)
+    before = (here / "rows" / "episodes.csv").read_bytes()
+    models.export(run, here / "m", override=["history=hopping"], overwrite=True)
+    with pytest.raises(UserError, match="exported before; --overwrite"):
+        models.evaluate_model(here / "m", FEW, out=here / "rows", workers=0, quiet=True)
+    assert (here / "rows" / "episodes.csv").read_bytes() == before
+
+
 def test_the_command_names_nobodys_folders():
     command = "qhyer train qhyer /home/me/data/mine.npz --out=/tmp/run --goal 0 1 --name 'a b'"
     assert models._portable(command) == "qhyer train qhyer mine.npz --out=run --goal 0 1 --name 'a b'"

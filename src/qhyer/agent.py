@@ -242,6 +242,11 @@ class Agent(nn.Module, ABC):
         `memory` is None at the first step of the episodes; they run in lock-step. Deterministic.
         """
 
+    def for_goal(self, memory: Memory | None, goal: Tensor) -> Memory | None:
+        """What may be remembered of the past now that this is the goal. `act` asks itself; who records it as a graph
+        asks before each replay, since a graph cannot look."""
+        return memory
+
     def update_bytes(self) -> int | None:
         """What an update keeps in memory for its backward pass where no kernels do the work, about and rather too
         little; None where nobody has counted. On a CPU it is compared with the memory there is before anything is

@@ -70,7 +70,9 @@ def export(
         raise UserError(f"{out} holds a model already; --overwrite replaces it, --out names another folder")
     agent, updates = runs.load_agent(run, step)
     if override:
-        agent = _acting_otherwise(agent, override, info)
+        as_it_was, agent = agent, _acting_otherwise(agent, override, info)
+        if agent.config == as_it_was.config:
+            override = ()
     state = {name: _stored(name, value, dtype) for name, value in agent.acting_state().items()}
     with atomic_directory(out) as folder:
         write_tensors(folder / WEIGHTS, state)
@@ -338,6 +340,7 @@ def evaluate_model(
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; give a folder with --out")
     whose = {"name": folder.resolve().name, "sha256": about["weights"]["sha256"], "dtype": about["dtype"]}
+    whose |= {"override": about["override"]} if about.get("override") else {}  # the same weights, acting otherwise
     before = runs.read(out).get("model") or {} if (out / "run.json").is_file() else whose
     if before.get("name") != whose["name"]:
         raise UserError(f"{out} holds a run, or rows of another model; give another folder with --out")

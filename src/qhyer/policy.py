@@ -122,6 +122,7 @@ class GraphedPolicy:
         self.graphs: dict[tuple[object, ...], _Recorded] = {}
 
     def __call__(self, observation: Tensor, goal: Tensor, memory: Memory | None) -> Outputs:
+        memory = self.agent.for_goal(memory, goal)
         inputs = {"observation": observation, "goal": goal} | {f"memory/{k}": v for k, v in (memory or {}).items()}
         key = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
         recorded = self.graphs.get(key)

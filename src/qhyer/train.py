@@ -117,20 +117,24 @@ def _goals_read(agent: str, config: AgentConfig, episodes: Episodes) -> str:
     return f"the goal is columns {goal}, but {agent} reads a goal's other columns, too; {acting}{instead}"
 
 
-def _memory_note(agent: Agent, name: str) -> str:
+def _memory_note(agent: Agent, name: str, preset: str) -> str:
     """On a CPU: what to expect where an update may take more memory than there is; `UserError` where it surely does,
     since the kernel would end the process without a word."""
     kept, free = agent.update_bytes(), memory.available()
     if kept is None or free is None or PEAK * kept <= free:
         return ""
     size = agent.config.batch_size
-    fits = 2 ** math.floor(math.log2(max(1.0, size * free / (PEAK * kept))))
-    demo = "--preset demo, which is sized for a CPU, or " if "demo" in presets.table(name) else ""
-    advice = f"{demo}a smaller batch, --agent.batch-size {fits}"
+    share = size * free / (PEAK * kept)
+    advice = ["--preset demo, which is sized for a CPU"] if preset != "demo" and "demo" in presets.table(name) else []
+    if share >= 1:
+        advice.append(f"a smaller batch, --agent.batch-size {2 ** math.floor(math.log2(share))}")
+    else:
+        advice.append("a smaller network (--help lists its sizes): not even one window of this one fits")
+    less = " or ".join(advice)
     need = f"an update of {size} takes about {PEAK * kept / 1e9:.1f} GB of memory"
     if kept > free:
-        raise UserError(f"{need}, and {free / 1e9:.1f} GB are free here; give {advice}")
-    return f"{need}, and {free / 1e9:.1f} GB are free here: it may be ended for want of it. Less takes {advice}"
+        raise UserError(f"{need}, and {free / 1e9:.1f} GB are free here; give {less}")
+    return f"{need}, and {free / 1e9:.1f} GB are free here: it may be ended for want of it. Less takes {less}"
 
 
 def _range(episodes: Episodes) -> tuple[np.ndarray, np.ndarray]:
@@ -339,7 +343,7 @@ def _train(
         paths.append(run)
         prepared.append((agent, train_config, place, info))
     unfinished = [run for run in paths if not _seems_finished(run, config)]
-    scarce = unfinished and device == "cpu" and not distributed.active() and _memory_note(agent, agent_name)
+    scarce = unfinished and device == "cpu" and not distributed.active() and _memory_note(agent, agent_name, preset)
     if scarce and not quiet:
         print(f"note: {scarce}", file=sys.stderr)
     hold(held, unfinished, quiet)

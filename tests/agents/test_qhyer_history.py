@@ -90,6 +90,55 @@ def test_a_goal_that_changes_is_told_to_the_whole_window(pair):
     torch.testing.assert_close(actions["hopping"], actions["sliding"], rtol=1e-4, atol=1e-5)
 
 
+def test_a_goal_tensor_that_is_changed_in_place_is_another_goal(pair):
+    hopping, sliding = pair(context=6)
+    torch.manual_seed(0)
+    observations, goal, other = torch.randn(5, 3, 4), torch.randn(3, 4), torch.randn(3, 4)
+    memories = [None, None]
+    for t, observation in enumerate(observations):
+        if t == 3:
+            goal.copy_(other)
+        a, memories[0] = hopping.act(observation, goal, memories[0])
+        b, memories[1] = sliding.act(observation, goal, memories[1])
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_graphs_are_for_the_goal_there_is(pair):
+    """A graph cannot look whether the goal is the one its memory is of: who replays it does."""
+    hopping, sliding = pair(context=6)
+
+    def blind(act):
+        """As in a capture."""
+        looks = hopping.for_goal
+        hopping.for_goal = lambda memory, goal: memory
+        try:
+            return act()
+        finally:
+            hopping.for_goal = looks
+
+    def capture(act):
+        outputs = blind(act)
+
+        def replay():
+            action, memory = blind(act)
+            outputs[0].copy_(action)
+            for name, value in (memory or {}).items():
+                outputs[1][name].copy_(value)
+
+        return outputs, replay
+
+    policy = GraphedPolicy(hopping, capture)
+    torch.manual_seed(0)
+    observations, goals = torch.randn(2, 5, 3, 4), torch.randn(3, 3, 4)
+    for episode in observations:
+        graphed = plain = None
+        for t, observation in enumerate(episode):
+            goal = goals[t // 2]
+            a, graphed = policy(observation, goal, graphed)
+            b, plain = sliding.act(observation, goal, plain)
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_one_step_of_context_has_no_history(pair):
     hopping, sliding = pair(context=1)
     observation, goal = torch.randn(3, 4), torch.randn(3, 4)

@@ -128,6 +128,7 @@ def test_bounds_that_cannot_be(low, high, words):
         ([2, 0.03], [2, 0.05], "raw"),
         ([90, 250], [100, 300], "raw"),
         ([1.3, 0.9], [300, 2], "doubtful"),  # a policy's noise on scaled actions
+        ([1.01, 0.9], [3, 3], "doubtful"),  # the same
         ([1.0005, 1], [2, 2], "doubtful"),  # rounding
         ([2.1, 1], [2, 2], "beyond"),
         ([1.3, 1], [0.05, 2], "beyond"),

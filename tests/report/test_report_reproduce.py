@@ -176,6 +176,17 @@ def test_data_are_made_as_they_were_when_it_was_trained(tmp_path, make_run, monk
     assert "npz cannot be compared with the training, and" in told_of(Path("runs"))[1]
 
 
+def test_a_file_by_its_path_is_the_data_of_that_name(tmp_path, make_run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("QHYER_DATA", raising=False)
+    about = made_data(Path("data"), 4, rows=1001)
+    for seed, name in enumerate(("pointmaze-medium-navigate", "data/pointmaze-medium-navigate-v0.npz")):
+        run = make_run(Path("runs"), "gcbc", seed, {1: [1, 0]}, name=f"s{seed}")
+        changed(run, data=about, command=f"qhyer train gcbc {name} --seed {seed} --out runs/s{seed}")
+    lines, notes = told_of(Path("runs"))
+    assert len([line for line in lines if " data generate " in line]) == 1 and "other data" not in notes
+
+
 def test_an_ant_of_ones_own_and_short_episodes_are_said(tmp_path, make_run, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = make_run(Path("runs"), "gcbc", 0, {1: [1, 0]})

@@ -30,7 +30,7 @@ from qhyer.nn import contrastive, cvae
 from qhyer.nn.bits import Bits
 from qhyer.nn.chance import next_rows
 from qhyer.nn.flow import ConditionalRealNVP, SAEncoder
-from qhyer.nn.hybrid import Backbone, Cache, HybridDecoder, StateSpace
+from qhyer.nn.hybrid import Backbone, HybridDecoder, StateSpace
 from qhyer.nn.optim import adamw, warm_up, warm_up_cosine
 from qhyer.nn.scan import kernels
 from qhyer.nn.tokens import Tokenization, Tokens
@@ -541,6 +541,8 @@ class QHyer(Agent):
         Stage 2 adds one token to stage 1's sequence, so it runs through stage 1's cache: exact, and no second
         pass over the window.
         """
+        if not (goal.is_cuda and torch.cuda.is_current_stream_capturing()):
+            memory = self.for_goal(memory, goal)
         memory = memory or {}
         if "plan" in memory and memory["plan"].shape[1]:  # what is left of a chunk, whatever is seen
             plan = memory["plan"].clone()
@@ -576,7 +578,7 @@ class QHyer(Agent):
         s = self.normalize(observations)
         g = self.actor_goals(goal, observations)
         current = self.tokens.state_tokens(s[:, -1:], g[:, -1:], first=steps - 1).flatten(1, 2)  # (n, 1 or 2, d)
-        cache = self._cache(past, goal)
+        cache = self.decoder.unpack({k.removeprefix(CACHED): v for k, v in past.items() if k.startswith(CACHED)})
         if cache is not None:  # since then: what the last step's Q and action were
             tokens = [self.tokens.q_token(past["q"][:, -1:], first=steps - 2)] if self.q_head is not None else []
             tokens.append(self.tokens.action_token(past["actions"][:, -1:], first=steps - 2))
@@ -588,21 +590,18 @@ class QHyer(Agent):
         window: Memory = {"observations": observations}
         kept: Memory = {}
         if self.config.history == "hopping" and self.config.context > 1:
-            kept = {CACHED + name: value for name, value in self.decoder.pack(cache).items()} | {"goal": goal}
+            kept = {CACHED + name: value for name, value in self.decoder.pack(cache).items()} | {"goal": goal.clone()}
         if self.q_head is not None:
             q_hat = self.q_head(h[:, -1])  # (n, 1): stage 1
             h, _ = self.decoder(self.tokens.q_token(q_hat, first=steps - 1), cache)  # stage 2: one more token
             window["q"] = torch.cat([past["q"], q_hat], dim=1) if steps > 1 else q_hat
         return self.action_head(h[:, -1]), window, kept
 
-    def _cache(self, past: Memory, goal: Tensor) -> Cache | None:
-        """What was decoded of the window, if it was for this goal: every state token has it, the past ones, too."""
-        if "goal" not in past:
-            return None
-        captured = goal.is_cuda and torch.cuda.is_current_stream_capturing()  # an evaluation, whose goals stay
-        if not captured and not torch.equal(past["goal"], goal):
-            return None
-        return self.decoder.unpack({k.removeprefix(CACHED): v for k, v in past.items() if k.startswith(CACHED)})
+    def for_goal(self, memory: Memory | None, goal: Tensor) -> Memory | None:
+        """Without what was decoded for another goal: every state token has it, the past ones, too."""
+        if memory is None or "goal" not in memory or torch.equal(memory["goal"], goal):
+            return memory
+        return {k: v for k, v in memory.items() if k != "goal" and not k.startswith(CACHED)}
 
     def acting_state(self) -> dict[str, Tensor]:
         """All but the critic, since acting reads Q-hat alone, unless the critic chooses or says what was done."""

@@ -6,7 +6,7 @@ The floor: the operations of the call at the measured rate of a large matrix pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,15 @@ class Recompute(nn.Module):
             self.again += 1
             x = torch.cat([cache, x], dim=1)
         return self.decoder(x)[0], x  # the tokens themselves are the cache
+
+    @staticmethod
+    def pack(cache: Tensor) -> dict[str, Tensor]:
+        return {"tokens": cache}
+
+    @staticmethod
+    def unpack(tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """Not what another decoder kept of its own: of that the reference starts anew."""
+        return tensors.get("tokens")
 
 
 def full_memory(agent: Agent, observation: Tensor, goal: Tensor) -> Memory | None:

@@ -75,7 +75,7 @@ def units(least: Any, greatest: Any, low: Any, high: Any) -> Literal["scaled", "
     if (size <= 1 + ROUNDING).all():
         return "doubtful" if between and (narrow(low, high) & (least < greatest)).any() else "scaled"
     far = size > 1 + CLIPPED
-    fills = greatest - least > LITTLE * span
+    fills = size - 1 > LITTLE * (np.maximum(-low, high) - 1)  # of what the bounds allow beyond 1
     if not between:
         return "beyond"
     return "raw" if far.any() and fills[far].all() else "doubtful"

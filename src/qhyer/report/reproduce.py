@@ -71,7 +71,8 @@ def _data(runs: Sequence[Run]) -> tuple[list[list[str]], list[str]]:
     Runs say themselves how their data were generated. For those of earlier versions the file's sidecar does, if the
     file is still the one they were trained on.
     """
-    made: dict[Path, dict[tuple[str, ...], list[Run]]] = {}
+    # By what is made, however the file was named: of each the command, and the runs.
+    made: dict[Path, dict[tuple[str, ...], tuple[list[str], list[Run]]]] = {}
     unlike: dict[str, list[Run]] = {}
     for run in runs:
         file, about = _file(run), run.info.get("data")
@@ -86,13 +87,13 @@ def _data(runs: Sequence[Run]) -> tuple[list[list[str]], list[str]]:
         if why := why or _own(how.get("own") or {}, shlex.join(words)):
             unlike.setdefault(why, []).append(run)
         else:
-            made.setdefault(file, {}).setdefault(tuple(words), []).append(run)
+            made.setdefault(file, {}).setdefault(tuple(_generate(how, None)), (words, []))[1].append(run)
     notes = [f"{why}: {_few(named)}." for why, named in unlike.items()]
-    for first, *others in (list(each.items()) for each in made.values()):
+    for first, *others in (list(each.values()) for each in made.values()):
         for typed, named in others:
             again = f"once those of {_few(first[1])} are trained, and `{shlex.join([*typed, '--overwrite'])}`"
             notes.append(f"Trained on other data of the same name, so last, {again}: {_few(named)}.")
-    return [list(next(iter(each))) for each in made.values()], notes
+    return [next(iter(each.values()))[0] for each in made.values()], notes
 
 
 def _generate(how: Mapping[str, Any], own: Path | None) -> list[str]:
