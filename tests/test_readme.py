@@ -138,16 +138,18 @@ def test_ablations_are_those_of_their_rows(table, tmp_path):
             (row["ablation"], row["dataset"], row["preset"], int(row["updates"])) for row in csv.DictReader(file)
         }
     assert not others
-    asked = ablate.get(name)
-    made = {"datasets": [dataset], "preset": preset, "seeds": [0, 1], "out": str(table.parent)}
+    asked, small = ablate.get(name), table.parent.name == "small"
+    seeds = [0, 1, 2] if small else [0, 1]
+    made = {"datasets": [dataset], "preset": preset, "seeds": seeds, "out": str(table.parent)}
     tau = {"expectile": PAPER_TAU[dataset]} if table.parent.name == "paper-tau" else {}
-    made |= {"override": {**asked.values.get("override", {}), "steps": steps, **tau}, "eval": {}}
-    chosen = ablate.variants(asked, {**made, "train": {"precision": PRECISION[preset]}})
+    settings = f"{table.stem}.json"
+    own = json.loads((table.parent / settings).read_text())["settings"]["options"] if small else {}
+    made |= {"override": {**asked.values.get("override", {}), "steps": steps, **tau, **own}, "eval": {}}
+    chosen = ablate.variants(asked, {**made, "train": {"precision": "fp32" if small else PRECISION[preset]}})
     lines = ablate.write(asked, chosen, tmp_path)
     assert (tmp_path / table.name).read_text() == table.read_text()
-    settings = f"{table.stem}.json"
     assert (tmp_path / settings).read_text() == (table.parent / settings).read_text()
-    assert sum(line.seeds == 2 for line in lines) >= 2
+    assert sum(line.seeds == len(seeds) for line in lines) >= 2
 
     page = (ROOT / "docs" / "ablations.md").read_text(encoding="utf-8")
     section = page.split("\n## On pointmaze-medium-stitch\n")[1]
@@ -157,7 +159,7 @@ def test_ablations_are_those_of_their_rows(table, tmp_path):
         (header,) = re.findall(r"^\| variant \|.*$", section, re.M)
         titles = cells_of(header)
         whose = "paper's τ" if table.parent.name == "paper-tau" else "ours"
-        kind = f"{whose}, {dataset.split('-')[-2]}"
+        kind = "small" if small else f"{whose}, {dataset.split('-')[-2]}"
         column, missing = titles.index(kind if kind in titles else "ours"), "not run yet"
     for line in lines:
         (said,) = re.findall(rf"^\| {re.escape(line.variant)} \| (?!success %).*$", section, re.M)
