@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -46,8 +48,9 @@ def test_sizes_come_from_the_environment() -> None:
     assert (made.observation_dim, made.action_dim, made.goal_indices) == (28, 5, (19, 20, 21))
 
 
-def test_the_reference_without_a_cache_acts_the_same() -> None:
-    agent = runs.build_agent("qhyer", TINY, spec(), seed=0).eval()
+@pytest.mark.parametrize("history", ["sliding", "hopping"])
+def test_the_reference_without_a_cache_acts_the_same(history: Literal["sliding", "hopping"]) -> None:
+    agent = runs.build_agent("qhyer", dataclasses.replace(TINY, history=history), spec(), seed=0).eval()
     row = measure_acting(agent, 2, 0.0, CEILINGS)
     assert row.extra["recompute_difference"] < 1e-5
     assert row.extra["calls"] >= common.LEAST_ROUNDS

@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qhyer.nn import mamba_cuda
-from qhyer.nn.rows_triton import sigmoid
+from qhyer.nn.rows_triton import sigmoid, softplus
 from qhyer.nn.total_triton import share, total
 from qhyer.streams import Put, at_once
 
@@ -49,11 +49,6 @@ FORWARD = {"BLOCK": 64, "UNROLL": 1}
 BACKWARD = {"BLOCK": 64, "UNROLL": 2}
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _softplus(v):  # type: ignore[no-untyped-def]
-    return tl.where(v > 20.0, v, tl.log2(1.0 + tl.exp2(v * LOG2E)) * LN2)
 
 
 @triton.jit
@@ -115,7 +110,7 @@ def _scan_forward_kernel(  # type: ignore[no-untyped-def]
         x_, dt_, B_, C_, z_, _ = _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, x_ptr, t + 1, L, E, x_row, dt_row, B_row,
                                        C_row, z_row, 0, e, n, N, GATE, False)  # fmt: skip
         if SOFTPLUS:
-            delta = _softplus(delta + bias)
+            delta = softplus(delta + bias)
         h = tl.exp2(delta[None, :] * A) * h + (delta * x)[None, :] * B[:, None]
         y = tl.sum(h * C[:, None], 0) + D * x
         if GATE:
@@ -174,7 +169,7 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
         x_, dt_, B_, C_, z_, dy_ = _step(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, dy_ptr, t + 1, L, E, x_row, dt_row, B_row,
                                          C_row, z_row, dy_row, e, n, N, GATE, True)  # fmt: skip
         if SOFTPLUS:
-            delta = _softplus(delta + bias)
+            delta = softplus(delta + bias)
         h = tl.exp2(delta[None, :] * A) * h + (delta * x)[None, :] * B[:, None]
         elapsed += delta
         Ch = h * C[:, None]
@@ -206,7 +201,7 @@ def _scan_backward_kernel(  # type: ignore[no-untyped-def]
         through += between
         between = tl.load(between_ptr + tl.maximum(t - 1, 0) * E + e, mask=channel, other=0.0)
         if SOFTPLUS:
-            delta = _softplus(delta + bias)
+            delta = softplus(delta + bias)
         if GATE:
             dy *= z * sigmoid(z)
         g += dy[None, :] * C[:, None]

@@ -25,6 +25,11 @@ def sigmoid(v):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def softplus(v):  # type: ignore[no-untyped-def]
+    return tl.where(v > 20.0, v, tl.log2(1.0 + tl.exp2(v * 1.4426950408889634)) * 0.6931471805599453)
+
+
+@triton.jit
 def row_norm(v, column, eps, C: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The norm of rows v without scale and bias, and 1 / deviation. Columns past C come out as zero."""
     if BLOCK != C:
