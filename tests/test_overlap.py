@@ -112,7 +112,7 @@ def test_what_is_given_back_is_taken_again(monkeypatch):
 def test_none_is_made_once_some_are_reserved(taken, monkeypatch):
     timeline = Timeline(monkeypatch)
     lanes = [streams.Own(GPU) for _ in range(taken)]
-    streams.reserve(GPU)
+    streams.reserve(GPU, 4)
     timeline.on = True
     more = [streams.Own(GPU) for _ in range(4)]
     assert len({lane.stream for lane in lanes + more}) == taken + 4

@@ -28,7 +28,7 @@ from qhyer import driver
 First = TypeVar("First")
 Second = TypeVar("Second")
 SOON, LATER = -1, 0  # priorities: who comes first where kernels of several streams are ready; in a graph, too
-AT_LEISURE = ("critic", "asides")  # which nobody waits for before the end
+AT_LEISURE = ("critic", "asides", "steps")  # which nobody waits for before the end
 HELD = 2**28  # bytes that work put aside may keep from being used again; a block of 256 windows reads 210 MB so
 POOLED = 32  # streams of a priority that torch gives out in turn, and then the same ones again
 
@@ -56,7 +56,7 @@ def take(device: torch.device, priority: int) -> torch.cuda.Stream:
     return stream
 
 
-def reserve(device: torch.device, count: int = 4) -> None:
+def reserve(device: torch.device, count: int = 8) -> None:
     """Before a graph is recorded: so many streams can be taken of each priority with none being made meanwhile."""
     for priority in (SOON, LATER):
         pooled = [torch.cuda.Stream(device, priority=priority) for _ in range(POOLED)]

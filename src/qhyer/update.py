@@ -18,7 +18,7 @@ from qhyer import distributed
 from qhyer.agent import Agent, Ahead, Batch, Metrics, Sampler, Stage
 from qhyer.lane import abandon, default_cuda_generator, keep
 from qhyer.nn.adamw_cuda import Step
-from qhyer.streams import asides, fork, forked, reserve
+from qhyer.streams import Begun, asides, begin, fork, forked, reserve
 
 Result = TypeVar("Result")
 COMPILED = 256  # configurations of an agent in one process, each with its own version of the compiled loss
@@ -93,16 +93,22 @@ class Update:
                 else:
                     group["lr"] = rate * factor
 
-    def _watch(self, batch: Batch, finite: Tensor) -> None:
-        """Remembers the rows of the first batch whose loss or gradient is not finite (of the latest while all are)."""
+    def _rows(self, batch: Batch, like: Tensor) -> Tensor:
+        """Which rows of the data a batch is of, all in one: (N,), (S, N) of seeds, as what is recorded of them."""
+        none = like.new_empty((*like.shape, 0), dtype=torch.long)  # a batch may have no rows
+        rows = (value for value in batch.values() if not value.is_floating_point())
+        return torch.cat([none, *(value.reshape(*like.shape, -1) for value in rows)], dim=-1)
+
+    def _watch(self, batch: Batch, finite: Tensor, latest: Tensor | None = None) -> None:
+        """Remembers the rows of the first batch whose loss or gradient is not finite (of the latest while all are);
+        `latest`: these rows, if they have been put together already."""
         rows = {name: value for name, value in batch.items() if not value.is_floating_point()}
         if self.device.type == "cpu" and not finite.dim():
             self.rows = rows
             if not finite:
                 raise FloatingPointError  # before the weights are touched
             return
-        none = finite.new_empty((*finite.shape, 0), dtype=torch.long)  # a batch may have no rows
-        latest = torch.cat([none, *(value.reshape(*finite.shape, -1) for value in rows.values())], dim=-1)
+        latest = self._rows(batch, finite) if latest is None else latest
         if self.healthy is None:  # on a GPU nobody looks until a line or a checkpoint is due
             self.healthy = torch.ones_like(finite)
             self.kept, self.kinds = latest.clone(), {name: value.dtype for name, value in rows.items()}
@@ -174,8 +180,8 @@ class Update:
         else:
             self.stage.optimizers[optimizer].step()
 
-    def _record(self, drawn: Batch, means: Tensor) -> None:
-        self._watch(drawn, (means[..., 0] + means[..., -1]).abs() < torch.inf)  # nor is nan less
+    def _record(self, drawn: Batch, means: Tensor, rows: Tensor | None = None) -> None:
+        self._watch(drawn, (means[..., 0] + means[..., -1]).abs() < torch.inf, rows)  # nor is nan less
         if self.sums is None:
             self.sums = torch.zeros_like(means, dtype=torch.float64)
         self.sums += means
@@ -305,7 +311,7 @@ class GraphedUpdate(Update):
         ahead = self.stage.ahead
         if ahead is None or self.fused == "compiled" or distributed.active():
             return self.compute
-        first = self._draw(ahead)
+        first = self._seen(ahead, self.sampler.sample(self.stage.batch_size))
         self.batch = {
             name: torch.empty_like(value, memory_format=torch.contiguous_format) for name, value in first.items()
         }
@@ -322,34 +328,39 @@ class GraphedUpdate(Update):
         others = [i for i in range(len(self.steps)) if i != learner]
         self.drop_gradients()
 
+        rows = begin("records", lambda: self._rows(batch, torch.empty((), device=self.device)), self.device)
+
         def critic() -> tuple[Tensor, Metrics, Tensor, Batch]:
+            following = begin("draw", partial(self.sampler.sample, self.stage.batch_size), self.device)
             loss, metrics = self._in_precision(ahead.loss, batch)
             loss.backward(torch.ones_like(loss))
             (norm,), (step,) = self._clip([learner])
             step()
-            return loss, metrics, norm, self._draw(ahead)
+            return loss, metrics, norm, self._seen(ahead, following())
 
-        def rest() -> tuple[Tensor, Metrics, list[Tensor], list[Callable[[], None]]]:
+        def rest() -> tuple[Tensor, Metrics, list[Tensor], Begun[list[None]]]:
             loss, metrics = self._in_precision(ahead.rest, batch)
             with asides(self.device):
                 loss.backward(torch.ones_like(loss))
-            return loss, metrics, *self._clip(others)
+            norms, steps = self._clip(others)
+            return loss, metrics, norms, begin("steps", partial(forked, "optimizers", steps, self.device), self.device)
 
         # In the order of the loss, for torch's generator; on the stream where critics ran in the eager updates, so that
         # libraries have set themselves up there; and each with a whole pass of autograd to itself.
         (loss, seen, norm, following), (other, metrics, norms, steps) = fork("critic", critic, rest, self.device)
         norms.insert(learner, norm)
+        latest = rows()
 
         def record() -> None:
-            self._record(batch, self._means(other + loss, metrics | seen, norms))
-            self._take(following)  # nobody reads this batch any more
+            self._record(batch, self._means(other + loss, metrics | seen, norms), latest)
 
-        self._finish(steps, record)
+        # While the steps are taken; nobody reads this batch any more.
+        fork("records", record, partial(self._take, following), self.device)
+        steps()
 
     @torch.no_grad()
-    def _draw(self, ahead: Ahead) -> Batch:
+    def _seen(self, ahead: Ahead, batch: Batch) -> Batch:
         """A batch with what the critic, as it is now, says of it."""
-        batch = self.sampler.sample(self.stage.batch_size)
         return batch | self._in_precision(ahead.prepare, batch)
 
     def _take(self, following: Batch) -> None:

@@ -432,8 +432,8 @@ class QHyer(Agent):
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
         """Eqs. (15) and (10): imitate the action given Q, and regress the best Q. Returns L_BC, L_Q, metrics."""
         config = self.config
+        ready = self.decoder.prepare(batch["observations"], batch["observations"].shape[1] * self.tokens.per_step - 1)
         observations = self.normalize(batch["observations"])  # (B, K, d_s)
-        ready = self.decoder.prepare(observations, observations.shape[1] * self.tokens.per_step - 1)
         goals = self.actor_goals(batch["goals"], batch["observations"])  # (B, K, d_g)
         q = self.q_values(batch) if self.q_head is not None else None  # (B, K)
         x = self.tokens(observations, goals, q, batch["actions"], last=False)

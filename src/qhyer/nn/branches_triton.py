@@ -232,10 +232,12 @@ def _columns(
 
 
 def _either(attend: Branch | None, scan: Branch | None, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """The branches that are there, side by side where there are two; nothing of one that is not."""
+    """The branches that are there, side by side where there are two; nothing of one that is not. The scan's, which
+    takes longer, is begun first: what comes first in a graph is begun at once, what comes second some us later."""
     if attend is None or scan is None:
         return attend() if attend else [], scan() if scan else []
-    return fork("branches", attend, scan, device)
+    two, one = fork("branches", scan, attend, device)
+    return one, two
 
 
 @torch.library.custom_op("qhyer::branches", mutates_args=())

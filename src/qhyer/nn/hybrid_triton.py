@@ -69,10 +69,11 @@ class _Middle(torch.autograd.Function):
 
 class _Weights:
     """The decoder's matrices in the dtype of the products, all cast by one kernel per pass; those that read the same
-    stand one below the other. And A of every Mamba."""
+    stand one below the other. And A of every Mamba, and the seeds of dropout."""
 
     def __init__(self, blocks: list[HybridBlock], decoder: nn.Module, dtype: torch.dtype) -> None:
         same = dtype == torch.float32
+        self.seeds = torch.randint(2**31 - 1, (len(blocks), 3, 1), device=blocks[0].norm.weight.device)
         self.low: dict[int, Tensor] = {}
         stacked: set[int] = set()  # weights
         self.stacks: list[Tensor] = []  # of each block: [qkv; x; z], of what it has
@@ -109,7 +110,7 @@ class _Weights:
                 self.A = list(torch._foreach_neg(torch._foreach_exp(logs)))
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter([*self.low.values(), *self.stacks, *self.A])
+        return iter([self.seeds, *self.low.values(), *self.stacks, *self.A])
 
     def of(self, layer: nn.Linear) -> Tensor:
         return self.low[id(layer.weight)]
@@ -158,7 +159,7 @@ def decode(
     blocks: list[HybridBlock] = list(decoder.blocks)  # type: ignore[arg-type]
     weights = _Weights(blocks, decoder, dtype) if ready is None else ready()
     drop = blocks[0].dropout.p if decoder.training else 0.0
-    seeds = torch.randint(2**31 - 1, (len(blocks), 3, 1), device=x.device)
+    seeds = weights.seeds
 
     def join(
         x: Tensor, y: Tensor | None, bias: Tensor | None, other: Tensor | None, alpha: Tensor | None,
@@ -170,7 +171,7 @@ def decode(
         )  # fmt: skip
 
     x = x.reshape(-1, dim).float()
-    _, h, alpha = join(x, None, None, None, None, blocks[0].norm, blocks[0].gate, seeds[0, 0])
+    x, h, alpha = join(x, None, None, None, None, blocks[0].norm, blocks[0].gate, seeds[0, 0])
     for i, block in enumerate(blocks):
         first, second = _branches(block, h, weights, i, batch, seeds[i, 0], drop)
         norm, up, _, down, _ = (cast(Any, layer) for layer in block.mlp)
