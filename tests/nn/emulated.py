@@ -46,7 +46,7 @@ def _call(match: re.Match) -> str:
     """asm("name.of.it %0, [%1], 16;" : "=f"(r) : "l"(p)); -> ptx::name_of_it(r, p, 16);"""
     name, _, wanted = match["ptx"].rstrip(";").partition(" ")
     operands = _operands(match["operands"])
-    arguments = [part.strip(" []") for part in wanted.split(",")] if wanted else []
+    arguments = [part.strip(" []{}") for part in wanted.split(",")] if wanted else []
     given = (operands[int(part[1:])] if part[0] == "%" else part for part in arguments)
     return f"ptx::{name.replace('.', '_')}({', '.join(given)});"
 

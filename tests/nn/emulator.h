@@ -28,6 +28,8 @@
 struct uint3 { unsigned x, y, z; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -51,7 +53,7 @@ struct Fiber {
 static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
 static unsigned running;
-static float offered[1024];  // by each thread, in an exchange
+static uint32_t offered[1024][6];  // by each thread, in an exchange
 static std::string failure;
 static void (*kernel)(void**);
 static void** arguments;
@@ -150,14 +152,24 @@ static const char* launch(void (*f)(void**), const unsigned* grid, unsigned thre
 
 static inline void __syncthreads() { emulator::wait(emulator::AT_BLOCK); }
 static inline void __syncwarp() { emulator::wait(emulator::AT_WARP); }
-static inline float __shfl_xor_sync(unsigned mask, float value, int bits) {
+static inline float __uint_as_float(unsigned v) { float r; memcpy(&r, &v, 4); return r; }
+static inline unsigned __float_as_uint(float v) { unsigned r; memcpy(&r, &v, 4); return r; }
+static inline float exchange(unsigned mask, float value, unsigned from) {  // what another lane of the warp offers
   if (mask != 0xffffffffu) emulator::fail("an exchange of a part of a warp");
-  const unsigned me = emulator::running;
-  emulator::offered[me] = value;
+  emulator::offered[emulator::running][0] = __float_as_uint(value);
   __syncwarp();
-  const float found = emulator::offered[me ^ bits];
+  const float found = __uint_as_float(emulator::offered[from][0]);
   __syncwarp();
   return found;
+}
+static inline float __shfl_xor_sync(unsigned mask, float value, int bits) { return exchange(mask, value, emulator::running ^ bits); }
+static inline float __shfl_up_sync(unsigned mask, float value, unsigned lanes) {  // one's own, where there is none
+  const unsigned me = emulator::running;
+  return exchange(mask, value, me % emulator::WARP < lanes ? me : me - lanes);
+}
+static inline float __shfl_down_sync(unsigned mask, float value, unsigned lanes) {
+  const unsigned me = emulator::running;
+  return exchange(mask, value, me % emulator::WARP + lanes < emulator::WARP ? me + lanes : me);
 }
 static inline unsigned atomicInc(unsigned* place, unsigned last) {
   const unsigned before = *place;
@@ -168,8 +180,6 @@ static inline void __threadfence() {}
 template <typename T> static inline T __ldcs(const T* p) { emulator::aligned(p, sizeof(T), "a load that is not aligned"); return *p; }
 template <typename T> static inline T __ldcg(const T* p) { return *p; }
 template <typename T> static inline void __stcs(T* p, T v) { emulator::aligned(p, sizeof(T), "a store that is not aligned"); *p = v; }
-static inline float __uint_as_float(unsigned v) { float r; memcpy(&r, &v, 4); return r; }
-static inline unsigned __float_as_uint(float v) { unsigned r; memcpy(&r, &v, 4); return r; }
 static inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline size_t __cvta_generic_to_shared(const void* p) {
@@ -203,6 +213,50 @@ static inline void copy(unsigned place, const void* from, int bytes) {
 }
 static inline void cp_async_cg_shared_global(unsigned place, const void* from, int bytes) { copy(place, from, bytes); }
 static inline void cp_async_ca_shared_global(unsigned place, const void* from, int bytes) { copy(place, from, bytes); }
+// Four matrices of 8 x 8 from rows that the lanes name, eight lanes a matrix; a lane has two neighbours of each.
+static inline void matrices(unsigned* const (&r)[4], unsigned place, bool turned) {
+  const unsigned me = emulator::running, lane = me % emulator::WARP, first = me - lane;
+  emulator::aligned(memory + place, 16, "a row of a matrix that is not aligned");
+  if (place + 16 > SHARED) return emulator::fail("a matrix beyond shared memory");
+  emulator::offered[me][0] = place;
+  __syncwarp();
+  for (int i = 0; i < 4; ++i) {
+    unsigned short found[2];
+    for (int k = 0; k < 2; ++k) {
+      const unsigned row = turned ? lane % 4 * 2 + k : lane / 4, column = turned ? lane / 4 : lane % 4 * 2 + k;
+      memcpy(&found[k], memory + emulator::offered[first + 8 * i + row][0] + 2 * column, 2);
+    }
+    *r[i] = (unsigned)found[1] << 16 | found[0];
+  }
+  __syncwarp();
+}
+static inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(unsigned& a, unsigned& b, unsigned& c, unsigned& d, unsigned place) {
+  unsigned* const r[4] = {&a, &b, &c, &d};
+  matrices(r, place, false);
+}
+static inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(unsigned& a, unsigned& b, unsigned& c, unsigned& d, unsigned place) {
+  unsigned* const r[4] = {&a, &b, &c, &d};
+  matrices(r, place, true);
+}
+// d (16 x 8) = a (16 x 16) b (16 x 8) + c, spread over a warp as the matrix unit has it.
+static inline void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(
+    float& d0, float& d1, float& d2, float& d3, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1,
+    float c0, float c1, float c2, float c3) {
+  const unsigned me = emulator::running, lane = me % emulator::WARP, first = me - lane;
+  const unsigned given[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(emulator::offered[me], given, sizeof given);
+  __syncwarp();
+  const auto half = [](unsigned v, int k) { return __uint_as_float(k ? v & 0xffff0000u : v << 16); };
+  float sums[4] = {c0, c1, c2, c3};
+  for (int i = 0; i < 4; ++i)
+    for (int k = 0; k < 16; ++k) {
+      const unsigned column = lane % 4 * 2 + i % 2, of = k % 8 / 2;
+      const float a = half(emulator::offered[first + lane / 4 * 4 + of][i / 2 + k / 8 * 2], k % 2);
+      sums[i] += a * half(emulator::offered[first + column * 4 + of][4 + k / 8], k % 2);
+    }
+  __syncwarp();
+  d0 = sums[0]; d1 = sums[1]; d2 = sums[2]; d3 = sums[3];
+}
 static inline void cp_async_wait_all() {
   for (const emulator::Copy& each : emulator::fibers[emulator::running].sent) memcpy(each.to, each.from, each.bytes);
   emulator::fibers[emulator::running].sent.clear();

@@ -8,11 +8,12 @@ import torch
 pytest.importorskip("triton")
 
 from nn import emulated
+from nn import test_mamba2_cuda as heads
 from nn.test_adamw_cuda import SHAPES, draw, made
 from nn.test_mamba_cuda import counted, gradients  # noqa: F401
 from nn.test_mamba_triton import NAMES, error, inputs, reference
 
-from qhyer.nn import adamw_cuda, mamba_cuda, mamba_triton, nvrtc
+from qhyer.nn import adamw_cuda, mamba2_cuda, mamba_cuda, mamba_triton, nvrtc
 
 pytestmark = [
     pytest.mark.skipif(emulated.COMPILER is None, reason="no g++ to compile them with"),
@@ -102,9 +103,9 @@ def test_what_fits_can_be_read(which, dtype, lead):
             call()
 
 
-def broken(monkeypatch, old: str, new: str) -> None:
+def broken(monkeypatch, old: str, new: str, file: str = mamba_cuda.FILE) -> None:
     """The same kernels with something missing."""
-    text = nvrtc.source(mamba_cuda.FILE)
+    text = nvrtc.source(file)
     assert old in text
     monkeypatch.setattr(nvrtc, "source", lambda name: text.replace(old, new))
 
@@ -131,6 +132,59 @@ def test_what_is_missing_is_noticed(old, new, monkeypatch):
             differs = True
             continue
         differs |= not torch.equal(y, truth) or any(not torch.equal(g, truths[name]) for name, g in grads.items())
+    assert differs
+
+
+# ------------------------------------------------------------------------------------------------------ Mamba-2's scan
+
+
+@pytest.fixture
+def heads_by_hand(monkeypatch):
+    monkeypatch.setattr(mamba2_cuda, "suits", mamba2_cuda.fits)
+
+
+@pytest.mark.parametrize("length, number", heads.LENGTHS)
+def test_heads_are_the_reference(length, number, heads_by_hand, monkeypatch):
+    values = heads.example(length, number)
+    heads.assert_close(values)
+    found = []
+    for order in range(3):
+        monkeypatch.setattr(emulated, "order", order)
+        found.append(heads.both(values))
+    for y, grads in found[1:]:
+        assert torch.equal(y, found[0][0]) and all(torch.equal(a, b) for a, b in zip(grads, found[0][1]))
+
+
+def test_heads_of_large_steps_stay_finite(heads_by_hand):
+    u, dt, bias, A_log, D, z = heads.example(20, 2)
+    y, grads = heads.both([u, 50 * dt, bias, A_log + 5, D, z])
+    assert y.isfinite().all() and all(grad.isfinite().all() for grad in grads)
+    truth, _ = heads.reference([u, 50 * dt, bias, A_log + 5, D, z])
+    assert (y.float() - truth).norm() < 4e-3 * truth.norm()
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("  __syncthreads();\n  const bool some", "  const bool some"),  # what a block reads is there
+        ("seen.skip[warp] = dskip;\n  __syncthreads();", "seen.skip[warp] = dskip;"),  # as is what passed the gate
+        ("  __syncthreads();\n  if (warp) return;", "  if (warp) return;"),  # and the sums
+    ],
+    ids=["begin", "middle", "end"],
+)
+def test_what_is_missing_among_heads_is_noticed(old, new, heads_by_hand, monkeypatch):
+    values = heads.example(59, 1)
+    y, grads = heads.both(values)
+    broken(monkeypatch, old, new, mamba2_cuda.FILE)
+    differs = False
+    for order in range(4):
+        monkeypatch.setattr(emulated, "order", order)
+        try:
+            other, others = heads.both(values)
+        except emulated.Failed:
+            differs = True
+            continue
+        differs |= not torch.equal(y, other) or any(not torch.equal(a, b) for a, b in zip(grads, others))
     assert differs
 
 

@@ -15,7 +15,8 @@ Products are in the dtype of `u` (float32 as three products of its halves) with 
 float32. B and C are those of all heads: each writes its part of their gradient, and of the parameters', and torch adds
 them in a fixed order: no atomics, so that the same inputs give the same bits.
 
-`mamba2.head_scan` is the reference. Importing qhyer does not import this.
+`mamba2.head_scan` is the reference. Where `mamba2_cuda.py` can serve, its kernels do the same by hand. Importing qhyer
+does not import this.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qhyer.nn import mamba2_cuda
 from qhyer.nn.attention_triton import MAX_LENGTH
 from qhyer.nn.rows_triton import sigmoid, softplus
 from qhyer.nn.total_triton import total
@@ -174,6 +176,9 @@ def forward(u: Tensor, dt: Tensor, bias: Tensor, A: Tensor, D: Tensor, z: Tensor
     batch, length, width = z.shape
     heads = len(D)
     y = torch.empty(batch, length, width, device=u.device, dtype=u.dtype)
+    if mamba2_cuda.suits(u, dt, D, z, y):
+        mamba2_cuda.forward(u, dt, bias, A, D, z, y)
+        return y
     launch = _launch(length, width // heads, (u.shape[2] - width) // 2)
     if launch["num_warps"] == 4 and u.element_size() == 2:
         launch["maxnreg"] = 128  # one less than left to itself: four programs on a multiprocessor, not three
@@ -191,9 +196,12 @@ def backward(
     du = torch.empty(u.shape, device=u.device, dtype=u.dtype)
     parts = torch.empty(heads, batch, length, 2 * size, device=u.device, dtype=torch.float32)
     dparameter = torch.empty(batch, 3, heads, device=u.device, dtype=torch.float32)
-    _backward_kernel[(heads, batch)](
-        u, dt, bias, A, D, z, dy, du, dz, ddt, parts, dparameter, length, heads, batch,
-        *_strides(u, dt, z, dy, du, dz, ddt), **_launch(length, width // heads, size),
-    )  # fmt: skip
+    if mamba2_cuda.suits(u, dt, D, z, dy, du, dz):
+        mamba2_cuda.backward(u, dt, bias, A, D, z, dy, du, dz, ddt, parts, dparameter)
+    else:
+        _backward_kernel[(heads, batch)](
+            u, dt, bias, A, D, z, dy, du, dz, ddt, parts, dparameter, length, heads, batch,
+            *_strides(u, dt, z, dy, du, dz, ddt), **_launch(length, width // heads, size),
+        )  # fmt: skip
     total(parts, du[..., width:])
     return du, put(lambda: total(dparameter), [dparameter], D)
