@@ -38,7 +38,7 @@ class Recorder:
 
     def pool(self, monkeypatch, size: int) -> None:
         monkeypatch.setattr(streams, "HELD", size)
-        monkeypatch.setattr(streams, "_beside", lambda *_: Line("aside", self.told))
+        monkeypatch.setattr(streams, "_beside", lambda _, name: Line(name, self.told))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Line("here", self.told))
         monkeypatch.setattr(torch.cuda, "stream", lambda line: line)
 
@@ -77,12 +77,24 @@ def test_what_is_put_aside_is_waited_for_at_the_end(monkeypatch):
     recorder.pool(monkeypatch, 100)
     with asides(torch.device("cuda")):
         assert aside(lambda: 1, [torch.zeros(20)], ONE) == 1  # 80 bytes
-        assert recorder.told == ["aside waits for here", "on aside"]
+        assert recorder.told == ["asides 0 waits for here", "on asides 0"]
         with asides(torch.device("cuda")):  # one within another is the other's
             assert aside(lambda: 2, [torch.zeros(20)], TWO) == 2
-        assert recorder.told[2:] == ["aside waits for here", "on aside", "here waits for an event"]  # 160 > 100
-    assert recorder.told[5:] == ["here waits for aside"]
-    assert aside(lambda: 3, [], ONE) == 3 and len(recorder.told) == 6
+        assert recorder.told[2:] == ["asides 1 waits for here", "on asides 1", "here waits for an event"]  # 160 > 100
+    assert recorder.told[5:] == ["here waits for asides 0", "here waits for asides 1"]
+    assert aside(lambda: 3, [], ONE) == 3 and len(recorder.told) == 7
+
+
+def test_what_is_put_aside_takes_turns(monkeypatch):
+    recorder = Recorder()
+    recorder.pool(monkeypatch, 100)
+    monkeypatch.setattr(streams, "ASIDES", 3)
+    with asides(torch.device("cuda")):
+        for i, parameter in enumerate(torch.zeros(5, 1)):
+            assert aside(lambda i=i: i, [], parameter) == i
+    turns = [told for told in recorder.told if told.startswith("on")]
+    assert turns == [f"on asides {i}" for i in (0, 1, 2, 0, 1)]
+    assert recorder.told[-3:] == [f"here waits for asides {i}" for i in range(3)]
 
 
 def test_nothing_aside_is_not_waited_for(monkeypatch):
@@ -103,7 +115,7 @@ def test_a_parameter_that_is_used_again_waits(monkeypatch):
     with asides(torch.device("cuda")):
         aside(lambda: 1, [], ONE)
         del recorder.told[:]
-        assert aside(lambda: 2, [], ONE) == 2 and recorder.told == ["here waits for aside"]
+        assert aside(lambda: 2, [], ONE) == 2 and recorder.told == ["here waits for asides 0"]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +168,7 @@ def test_an_error_ends_what_is_aside(monkeypatch):
     with pytest.raises(ZeroDivisionError), asides(torch.device("cuda")):
         aside(lambda: 1, [], ONE)
         aside(lambda: 1 // 0, [], TWO)
-    assert recorder.told[-1] == "here waits for aside" and streams._running is None
+    assert recorder.told[-2:] == ["here waits for asides 0", "here waits for asides 1"] and streams._running is None
 
 
 @pytest.mark.gpu

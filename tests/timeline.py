@@ -55,8 +55,10 @@ class Timeline(TorchDispatchMode):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.pools = {priority: [Line(100 * (1 - priority) + i) for i in range(streams.POOLED)] for priority in (-1, 0)}
-        self.drawn = {-1: 0, 0: 0}
+        self.pools = {
+            priority: [Line(100 * (1 - priority) + i) for i in range(streams.POOLED)] for priority in (-2, -1, 0)
+        }
+        self.drawn = dict.fromkeys(self.pools, 0)
         self.others: dict[int, Line] = {}  # beyond torch's
         self.current = [Line(1)]
         self.partners: list[tuple[Line, str, Line]] = []

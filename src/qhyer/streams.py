@@ -27,8 +27,10 @@ from qhyer import driver
 
 First = TypeVar("First")
 Second = TypeVar("Second")
-SOON, LATER = -1, 0  # priorities: who comes first where kernels of several streams are ready; in a graph, too
+FIRST, SOON, LATER = -2, -1, 0  # priorities: who comes first where kernels of several streams are ready; in graphs, too
+LONGER = ("branches",)  # beside what is done sooner, and so waits for it
 AT_LEISURE = ("critic", "asides", "steps")  # which nobody waits for before the end
+ASIDES = 2  # streams of what is put aside: many small kernels in a row, of which none fills the device
 HELD = 2**28  # bytes that work put aside may keep from being used again; a block of 256 windows reads 210 MB so
 POOLED = 32  # streams of a priority that torch gives out in turn, and then the same ones again
 
@@ -58,7 +60,7 @@ def take(device: torch.device, priority: int) -> torch.cuda.Stream:
 
 def reserve(device: torch.device, count: int = 8) -> None:
     """Before a graph is recorded: so many streams can be taken of each priority with none being made meanwhile."""
-    for priority in (SOON, LATER):
+    for priority in (FIRST, SOON, LATER):
         pooled = [torch.cuda.Stream(device, priority=priority) for _ in range(POOLED)]
         spare = _spare.setdefault((pooled[0].device, priority), [])
         missing = count - len(spare) - sum(stream.cuda_stream not in _in_use for stream in pooled)
@@ -92,7 +94,8 @@ class Own:
 
 
 def _priority(name: str) -> int:
-    return LATER if name in AT_LEISURE else SOON
+    kind = name.partition(" ")[0]
+    return FIRST if kind in LONGER else LATER if kind in AT_LEISURE else SOON
 
 
 def _beside(stream: torch.cuda.Stream, name: str) -> torch.cuda.Stream:
@@ -231,35 +234,44 @@ def begin(name: str, call: Callable[[], First], device: torch.device) -> Begun[F
 
 
 class _Asides:
-    """The stream of what is put aside, and what it still reads. Memory that is given back is used again by whoever
-    comes next on the stream it came from, who does not know of this one: it is given back once that one has waited."""
+    """The streams of what is put aside, in turn, and what it still reads. Memory that is given back is used again by
+    whoever comes next on the stream it came from, who does not know of these: it is given back once that one has
+    waited."""
 
     def __init__(self, device: torch.device) -> None:
         self.home = torch.cuda.current_stream(device)
-        self.stream = _beside(self.home, "asides")
+        self.streams = [_beside(self.home, f"asides {i}") for i in range(ASIDES)]
+        self.turn = 0
         self.reads: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
         self.held = 0
         self.seen: set[int] = set()  # parameters, by their place
 
     def run(self, call: Callable[[], First], reads: Iterable[Tensor], of: Tensor) -> First:
-        here = torch.cuda.current_stream(self.stream.device)
+        here = torch.cuda.current_stream(self.home.device)
         if of.data_ptr() in self.seen:
-            here.wait_stream(self.stream)
+            self.wait(here)
             return call()
         self.seen.add(of.data_ptr())
-        self.stream.wait_stream(here)
-        with torch.cuda.stream(self.stream):
+        stream = self.streams[self.turn % ASIDES]
+        self.turn += 1
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
             value = call()
-            event = self.stream.record_event()
+            event = stream.record_event()
         kept = list(reads)
         self.reads.append((event, kept))
         self.held += sum(tensor.nbytes for tensor in kept)
         while self.held > HELD:
             event, kept = self.reads.popleft()
             self.held -= sum(tensor.nbytes for tensor in kept)
-            for stream in {here, self.home}:
-                stream.wait_event(event)
+            for waiting in {here, self.home}:
+                waiting.wait_event(event)
         return value
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Not for those without work: a capture knows nothing of them, and may not wait for them."""
+        for each in self.streams[: self.turn]:
+            stream.wait_stream(each)
 
 
 _running: _Asides | None = None
@@ -279,8 +291,7 @@ def asides(device: torch.device, allowed: bool = True) -> Iterator[None]:
         yield
     finally:
         _running = None
-        if running.seen:  # else a capture knows nothing of that stream, and may not wait for it
-            running.home.wait_stream(running.stream)
+        running.wait(running.home)
 
 
 Put = Callable[[Callable[[], Any], Sequence[Tensor], Tensor], Any]

@@ -510,7 +510,7 @@ gated_scan.register_autograd(_backward, setup_context=_setup)
 
 CONV_STEPS, CONV_BLOCK = 16, 64  # forward: rows of a warp, and channels
 CONV_BACKWARD_STEPS = 8  # rows on their way while as many are computed
-CONV_WARPS = 18 * 132  # of a backward launch: 18 on every multiprocessor of an H200, each leaving partial sums
+CONV_WARPS = 16 * 132  # of a backward launch: 16 on every multiprocessor of an H200, each leaving partial sums
 
 
 def conv_forward(x: Tensor, weight: Tensor, bias: Tensor, lead: int) -> Tensor:
