@@ -54,7 +54,7 @@ def _shared(length: int) -> tuple[int, int]:
     """Bytes forward and backward: the structures of the kernels."""
     warps = math.ceil(length / 16)
     seen = 16 * warps * (2 * (WIDTH + 8) + 2 * 2 * (STATES + 8) + 2 * 4)
-    return seen, seen + 16 * warps * (2 * 2 * (WIDTH + 8) + 2 * 4) + -(-4 * warps // 16) * 16
+    return seen, seen + 16 * warps * (2 * (WIDTH + 8) + 2 * 4) + -(-4 * warps // 16) * 16
 
 
 def options(length: int) -> tuple[str, ...]:

@@ -103,7 +103,7 @@ struct Seen {
   float elapsed[ROWS], reduced[ROWS];  // S in powers of two, and that with Delta's logarithm taken off
 };
 struct SeenBack : Seen {
-  Channels z, dy;  // as they are; then dy as x is, passed through the gate
+  Channels dy;
   float rows[ROWS], columns[ROWS], skip[WARPS];
 };
 extern __shared__ __align__(16) char memory[];
@@ -161,25 +161,6 @@ static __device__ __forceinline__ void bring(Seen& to, const Given& g, const Ste
       to.reduced[t] = before + kept[i] - lg2(steps.delta[i]);
     }
   }
-}
-
-// Sends for a warp's rows as they are, zeros past the end; what they are is there after `arrived`.
-static __device__ __forceinline__ void send(Channels& to, const bf16* from, int row, int mine, int L) {
-  constexpr int CHUNKS = WIDTH / 8;
-#pragma unroll
-  for (int i = threadIdx.x % 32; i < 16 * CHUNKS; i += 32) {
-    const int t = mine + i / CHUNKS, c = i % CHUNKS * 8;
-    if (t < L) {
-      const unsigned place = (unsigned)__cvta_generic_to_shared(&to[t][c]);
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from + (t * row + c)) : "memory");
-    } else {
-      *(uint4*)&to[t][c] = make_uint4(0, 0, 0, 0);
-    }
-  }
-}
-static __device__ __forceinline__ void arrived() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  __syncwarp();
 }
 
 // ------------------------------------------------------------------------------------------------------ by steps t
@@ -305,8 +286,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) heads_bac
   u += b * u_batch;
   const Given given = {u + h * WIDTH, u + E, dt + b * dt_batch + h, z + b * z_batch + h * WIDTH, u_row, dt_row, z_row, L};
   const float decay = A[h], skip = D[h];
-  send(seen.z, given.z, z_row, mine, L);
-  send(seen.dy, dy + b * dy_batch + h * WIDTH, dy_row, mine, L);
   Steps steps;
   make(steps, given, bias[h]);
   bring(seen, given, steps, decay);
@@ -321,14 +300,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) heads_bac
   if (some) {
     Tile y[TILES] = {};
     mix(y, seen, mine);
-    arrived();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int t = own + 8 * r;
       Row gate, grad;
-      read(gate, &seen.z[t][channel()], true);
-      read(grad, &seen.dy[t][channel()], true);
-      __syncwarp();  // before others write into this row
+      read(gate, given.z + (t * z_row + channel()), t < L);
+      read(grad, dy + (b * dy_batch + t * dy_row + h * WIDTH + channel()), t < L);
       unsigned* to = (unsigned*)seen.dy[t] + threadIdx.x % 4;
       float row = 0.0f;
 #pragma unroll
