@@ -27,10 +27,9 @@ from qhyer import driver
 
 First = TypeVar("First")
 Second = TypeVar("Second")
-FIRST, SOON, LATER = -2, -1, 0  # priorities: who comes first where kernels of several streams are ready; in graphs, too
-LONGER = ("branches",)  # beside what is done sooner, and so waits for it
-AT_LEISURE = ("critic", "asides", "steps")  # which nobody waits for before the end
-ASIDES = 2  # streams of what is put aside: many small kernels in a row, of which none fills the device
+SOON, LATER = -1, 0  # priorities: who comes first where kernels of several streams are ready; in a graph, too
+AT_LEISURE = ("asides", "steps")  # which nobody waits for before the end
+ASIDES = 3  # streams of what is put aside: many small kernels in a row, few of which fill the device
 HELD = 2**28  # bytes that work put aside may keep from being used again; a block of 256 windows reads 210 MB so
 POOLED = 32  # streams of a priority that torch gives out in turn, and then the same ones again
 
@@ -60,7 +59,7 @@ def take(device: torch.device, priority: int) -> torch.cuda.Stream:
 
 def reserve(device: torch.device, count: int = 8) -> None:
     """Before a graph is recorded: so many streams can be taken of each priority with none being made meanwhile."""
-    for priority in (FIRST, SOON, LATER):
+    for priority in (SOON, LATER):
         pooled = [torch.cuda.Stream(device, priority=priority) for _ in range(POOLED)]
         spare = _spare.setdefault((pooled[0].device, priority), [])
         missing = count - len(spare) - sum(stream.cuda_stream not in _in_use for stream in pooled)
@@ -94,8 +93,7 @@ class Own:
 
 
 def _priority(name: str) -> int:
-    kind = name.partition(" ")[0]
-    return FIRST if kind in LONGER else LATER if kind in AT_LEISURE else SOON
+    return LATER if name.partition(" ")[0] in AT_LEISURE else SOON
 
 
 def _beside(stream: torch.cuda.Stream, name: str) -> torch.cuda.Stream:
