@@ -264,6 +264,16 @@ def test_from_the_command_to_the_table(here, capsys, monkeypatch):
     assert "75 ± 35.4" in output and f"written: {stem}.csv" in output
     assert Path(f"{stem}.png").read_bytes().startswith(b"\x89PNG") and "contrastive" in Path(f"{stem}.svg").read_text()
 
+    assert "same data" not in output
+    (flow,) = (folder for folder in folders if folder.name.startswith("qhyer-demo-s0"))
+    info = json.loads((flow / "run.json").read_text())
+    info["data"]["fingerprint"] = "f" * 64
+    (flow / "run.json").write_text(json.dumps(info))
+    assert tiny("q-estimator") == 0
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert "Not all were trained on the same data of this name: none, cvae, contrastive, flow on" in told
+    assert f"; flow on {'f' * 12}." in " ".join(Path(f"{stem}.md").read_text().split())
+
 
 def test_own_data_and_environment(here, capsys, monkeypatch):
     file, small = "mine.npz", ["--preset", "demo", "--seeds", 0, "--steps", 5, "--tasks", 1, "--override", *SMALL]

@@ -418,6 +418,23 @@ def with_seeds(chosen: Chosen, dataset: str, seeds: Sequence[int]) -> Chosen:
     return found
 
 
+def other_data(chosen: Chosen) -> str:
+    """A sentence where finished runs of one dataset's variants have seen different data of that name."""
+    from qhyer import runs
+    from qhyer.sweep import status
+
+    seen: dict[str, list[str]] = {}
+    for (_, variant), cells in chosen.items():
+        for cell in cells:
+            if status(cell).finished:
+                about = runs.read(cell.folder).get("data", {})
+                named = seen.setdefault(str(about.get("fingerprint", "unknown"))[:12], [])
+                if variant not in named:
+                    named.append(variant)
+    which = "; ".join(f"{', '.join(named)} on {data}" for data, named in seen.items())
+    return f"Not all were trained on the same data of this name: {which}." if len(seen) > 1 else ""
+
+
 def write(ablation: Ablation, chosen: Chosen, out: Path) -> list[Line]:
     """Prints a table for each dataset, and writes it as CSV, Markdown and figures, with its settings beside it."""
     from qhyer.analyses._output import show
@@ -431,7 +448,8 @@ def write(ablation: Ablation, chosen: Chosen, out: Path) -> list[Line]:
         values, asked = settings(ablation, cells), sorted({cell.seed for cell in cells})
         # Not with_suffix: a dataset's name may have a point in it.
         path, before, told = place(out / f"{ablation.name}-{dataset}-{cells[0].preset}", values)
-        mine = lines(ablation, with_seeds(chosen, dataset, sorted({*asked, *before})))
+        all_seeds = with_seeds(chosen, dataset, sorted({*asked, *before}))
+        mine = lines(ablation, all_seeds)
         found += mine
         seeds = sorted({seed for line in mine for seed in line.finished})  # of any variant; not all that were asked for
         about = settings_text(values, seeds)
@@ -444,11 +462,13 @@ def write(ablation: Ablation, chosen: Chosen, out: Path) -> list[Line]:
             print(f"note: {told}")
         if earlier := [str(seed) for seed in seeds if seed not in asked]:
             print(f"note: with seeds {', '.join(earlier)} of earlier calls")
+        if mixed := other_data(all_seeds):
+            print(f"note: {mixed}")
         body = [
             f"### {ablation.name} on {dataset}, preset {mine[0].preset}",
             ablation.question,
             markdown(HEADER, [cells_of(line) for line in mine]).rstrip(),
-            textwrap.fill(about, 120),
+            textwrap.fill(" ".join(filter(None, [about, mixed])), 120),
             textwrap.fill(f"{NOTE} The paper on this: {ablation.paper} ({ablation.source}).", 120),
         ]
         write_json(Path(f"{path}.json"), {"settings": values, "seeds": seeds})
