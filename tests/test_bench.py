@@ -355,6 +355,8 @@ def test_every_update_is_launched_before_the_next_round() -> None:
         ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)", "attention"),
         ("void pytorch_flash::flash_bwd_kernel<Flash_bwd_kernel_traits<64>>", "attention"),
         ("_scan_forward_kernel", "scan"),
+        ("_head_scan_backward_kernel", "scan"),
+        ("head_scan_backward", "scan"),
         ("_attention_backward_kernel", "attention"),
         ("_seam_forward_kernel", "norm/elementwise"),
         ("_gelu_backward_kernel", "norm/elementwise"),

@@ -55,8 +55,10 @@ def test_values_and_gradients(length, heads, width, size):
     dz, ddt = into[..., : z.shape[2]], into[..., z.shape[2] : -1]
     du, sums = mamba2_triton.backward(u, dt, bias, A, D, z, dy, dz, ddt)
     found = [du, ddt, sums[0], sums[1], sums[2], dz]
+    # Those of bias and A_log are sums over steps that nearly cancel, of numbers like those of dt.
+    least = dict.fromkeys(("bias", "A_log"), 3.0 * float(wanted[1].grad.norm()))
     for name, a, b in zip(("u", "dt", "bias", "A_log", "D", "z"), found, wanted, strict=True):
-        assert (a - b.grad).norm() <= 1e-4 * b.grad.norm().clamp_min(1e-2), name
+        assert (a - b.grad).norm() <= 1e-4 * b.grad.norm().clamp_min(least.get(name, 1e-2)), name
     assert into[..., -1].isnan().all()  # nothing else was written
 
 

@@ -73,7 +73,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 def forward(u: Tensor, dt: Tensor, bias: Tensor, A: Tensor, D: Tensor, z: Tensor, y: Tensor) -> None:
     """Writes y (B, L, E)."""
     batch, length, _ = z.shape
-    kernel = nvrtc.load(nvrtc.source(FILE), options(length), u.device)["heads_forward"]
+    kernel = nvrtc.load(nvrtc.source(FILE), options(length), u.device)["head_scan_forward"]
     kernel(
         (len(D), batch, 1), 32 * math.ceil(length / 16), u, dt, bias, A, D, z, y, length, len(D), *_strides(u, dt, z),
         shared=_shared(length)[0],
@@ -86,7 +86,7 @@ def backward(
 ) -> None:  # fmt: skip
     """Writes du of x, dz and ddt, and the parts (H, B, L, 2 N) and (B, 3, H) of what is yet to be added up."""
     batch, length, _ = z.shape
-    kernel = nvrtc.load(nvrtc.source(FILE), options(length), u.device)["heads_backward"]
+    kernel = nvrtc.load(nvrtc.source(FILE), options(length), u.device)["head_scan_backward"]
     kernel(
         (len(D), batch, 1), 32 * math.ceil(length / 16), u, dt, bias, A, D, z, dy, du, dz, ddt, parts, dparameter,
         length, len(D), batch, *_strides(u, dt, z, dy, du, dz, ddt), shared=_shared(length)[1],

@@ -221,7 +221,7 @@ static __device__ __forceinline__ void write(bf16* p, const Row& v) {
 }
 static __device__ __forceinline__ int channel() { return threadIdx.x % 4 * (WIDTH / 4); }
 
-extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) heads_forward(
+extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) head_scan_forward(
     const bf16* u, const bf16* dt, const float* bias, const float* A, const float* D, const bf16* z, bf16* y, int L, int H,
     int u_batch, int u_row, int dt_batch, int dt_row, int z_batch, int z_row) {
   Seen& seen = *(Seen*)memory;
@@ -274,7 +274,7 @@ static __device__ __forceinline__ void put_states(float* p, const Tile (&v)[2], 
         *(float2*)(p + ((own + 8 * r) * (2 * N) + 8 * i + 2 * (threadIdx.x % 4))) = make_float2(v[i][2 * r], v[i][2 * r + 1]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) heads_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) head_scan_backward(
     const bf16* u, const bf16* dt, const float* bias, const float* A, const float* D, const bf16* z, const bf16* dy,
     bf16* du, bf16* dz, bf16* ddt,
     float* dBC, float* dparameter,  // parts of a head: (H, B, L, 2 N), of a sequence: (B, 3, H) of bias, A_log and D

@@ -61,7 +61,7 @@ def _decays(after, before, past):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _forward_kernel(  # type: ignore[no-untyped-def]
+def _head_scan_forward_kernel(  # type: ignore[no-untyped-def]
     u_ptr, dt_ptr, bias_ptr, A_ptr, D_ptr, z_ptr, y_ptr,  # u: x of all heads, B, C
     L, H, u_batch, u_row, dt_batch, dt_row, z_batch, z_row,
     WIDTH: tl.constexpr, N: tl.constexpr, T: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
@@ -86,7 +86,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def _head_scan_backward_kernel(  # type: ignore[no-untyped-def]
     u_ptr, dt_ptr, bias_ptr, A_ptr, D_ptr, z_ptr, dy_ptr,
     du_ptr, dz_ptr, ddt_ptr,
     dBC_ptr, dparameter_ptr,  # parts of a head: (H, B, L, 2 N), of a sequence: (B, 3, H) of bias, A_log and D
@@ -182,7 +182,7 @@ def forward(u: Tensor, dt: Tensor, bias: Tensor, A: Tensor, D: Tensor, z: Tensor
     launch = _launch(length, width // heads, (u.shape[2] - width) // 2)
     if launch["num_warps"] == 4 and u.element_size() == 2:
         launch["maxnreg"] = 128  # one less than left to itself: four programs on a multiprocessor, not three
-    _forward_kernel[(heads, batch)](u, dt, bias, A, D, z, y, length, heads, *_strides(u, dt, z), **launch)
+    _head_scan_forward_kernel[(heads, batch)](u, dt, bias, A, D, z, y, length, heads, *_strides(u, dt, z), **launch)
     return y
 
 
@@ -199,7 +199,7 @@ def backward(
     if mamba2_cuda.suits(u, dt, D, z, dy, du, dz):
         mamba2_cuda.backward(u, dt, bias, A, D, z, dy, du, dz, ddt, parts, dparameter)
     else:
-        _backward_kernel[(heads, batch)](
+        _head_scan_backward_kernel[(heads, batch)](
             u, dt, bias, A, D, z, dy, du, dz, ddt, parts, dparameter, length, heads, batch,
             *_strides(u, dt, z, dy, du, dz, ddt), **_launch(length, width // heads, size),
         )  # fmt: skip
