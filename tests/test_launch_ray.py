@@ -218,6 +218,7 @@ def here(maze, tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize("shared", [False, True], ids=["files travel", "shared folder"])
 def test_a_sweep_with_a_lost_worker_comes_to_the_same(cluster, expected, tmp_path, monkeypatch, capsys, shared):
     path = write(tmp_path / "there.toml", TINY.format(out="there"))
+    monkeypatch.setattr("qhyer.launch.FETCH_S", 0.05)  # these runs are short: what they tell is fetched before they end
     monkeypatch.setattr(sweep, "run_cell", die_in_training)
     monkeypatch.setattr("sys.argv", ["qhyer", str(path)])
     assert call("sweep", path, "--launcher", "ray", *["--shared"] * shared) == 0
