@@ -125,9 +125,10 @@ def check_torch() -> list[Check]:
     except Exception as error:
         advice = "pip install triton; without it training runs plain PyTorch on the GPU, slower"
         checks.append(Check("triton", "note", f"does not import: {error}", advice))
-    from qhyer.nn import adamw_cuda, mamba_cuda
+    from qhyer.nn import adamw_cuda, mamba2_cuda, mamba_cuda
 
-    made = {"the scan": mamba_cuda.works(torch.device("cuda", 0)), "AdamW": adamw_cuda.works(torch.device("cuda", 0))}
+    kernels = {"the scan": mamba_cuda, "Mamba-2's scan": mamba2_cuda, "AdamW": adamw_cuda}
+    made = {name: kernel.works(torch.device("cuda", 0)) for name, kernel in kernels.items()}
     missing = [name for name, works in made.items() if not works]
     if missing:
         advice = "they run as Triton's and torch's own, slower; a warning above says why"
