@@ -59,6 +59,10 @@ def test_the_decoder_does_not_wait_for_the_critic(others, small, point_world, mo
     here, critic, when_decoder_begins, when_critic_ends = timeline.begun["critic"]
     assert here is stream
     assert when_critic_ends[critic] > 50 and when_decoder_begins[critic] == 0
+    drawing, _, when_draw_begins, _ = timeline.begun["draw"]
+    assert drawing is critic and when_draw_begins[critic] == 0  # nor does the next batch wait for its step
+    stepping, _, when_steps_begin, _ = timeline.begun["steps"]
+    assert stepping is stream and when_steps_begin[critic] == 0  # nor the decoder's step for what it says of that batch
     assert timeline.overtaken == set()
     used = {here, *(partner for _, _, partner in timeline.partners)}
     assert len(used) == 1 + len({(home, name) for home, name, _ in timeline.partners})

@@ -134,9 +134,11 @@ class Timeline(TorchDispatchMode):
         return self.fork(name, first, second, GPU)
 
     def begin(self, name: str, call: Callable, device: torch.device) -> Callable:
-        beside = self._partner(name)
+        here, beside = self.here, self._partner(name)
+        when = here.clock.copy()
         with self.upon(beside):
             value = call()
+        self.begun[name] = here, beside, when, beside.clock.copy()
 
         def ask() -> Any:
             self.here.wait_stream(beside)

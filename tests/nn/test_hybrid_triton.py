@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -101,6 +102,25 @@ def test_half_precision_products_stay_close(ssm, monkeypatch):
         assert grads[name].dtype == parameter.dtype == torch.float32
     every, every_ref = (torch.cat([g.flatten().float() for g in gs.values()]) for gs in (grads, grads_ref))
     assert (every - every_ref).norm() / every_ref.norm() < 0.05
+
+
+@pytest.mark.parametrize("backbone", ["hybrid", "attention", "mamba"])
+def test_no_gradient_of_the_residual_stream_is_added_in_a_pass_of_its_own(backbone, monkeypatch):
+    """Each seam has both: that of its norm, and that of what goes on."""
+    monkeypatch.setenv("QHYER_TRITON", "interpret")
+    decoder, x = make(backbone), torch.randn(2, 7, 32, device=DEVICE, requires_grad=True)
+    added: list[torch.Size] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor):
+                added.append(args[0].shape)
+            return func(*args, **(kwargs or {}))
+
+    y = decoder(x)[0]
+    with Noted():
+        y.backward(torch.randn_like(y))
+    assert x.grad is not None and not [shape for shape in added if shape.numel() >= x.numel()]
 
 
 def test_dropout_draws_from_torch_s_generator(monkeypatch):
