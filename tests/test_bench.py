@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -232,6 +232,20 @@ def test_wrong_options_are_refused() -> None:
     for options in ({"batch": ()}, {"seeds": (0,)}, {"episodes": 0}, {"top": -3}):
         with pytest.raises(UserError, match=f"--{next(iter(options))}"):
             updates(device="cpu", **options)  # type: ignore[arg-type]
+
+
+def test_traces_of_updates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small: dict[str, Any] = {"agent": "gcbc", "dataset": "pointmaze-medium-navigate", "preset": "demo", "episodes": 2}
+    small |= {"batch": (8, 16), "seconds": 0.01, "device": "cpu"}
+    assert updates(**small, trace=tmp_path / "new" / "trace.json") == 0
+    assert "trace-16.json" in capsys.readouterr().out.replace("\n", "")
+    for size in small["batch"]:
+        events = json.loads((tmp_path / "new" / f"trace-{size}.json").read_text())["traceEvents"]
+        assert any(event.get("name") == "aten::addmm" and event["dur"] >= 0 for event in events)
+    (tmp_path / "file").write_text("")
+    for trace, why in ((tmp_path, "it is a folder"), (tmp_path / "file" / "trace.json", "is a file")):
+        with pytest.raises(UserError, match=f"--trace .* cannot be written: .*{why}"):
+            updates(**small, trace=trace)
 
 
 def test_data_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,22 @@ def test_what_is_put_aside_takes_turns(monkeypatch):
     assert recorder.told[-3:] == [f"here waits for asides {i}" for i in range(3)]
 
 
+def test_what_is_aside_waits_for_what_it_reads_of_others(monkeypatch):
+    """On another stream; nor is memory used again there that is still read."""
+    recorder = Recorder()
+    recorder.pool(monkeypatch, 100)
+    monkeypatch.setattr(streams, "ASIDES", 3)
+    one, two, three, four = torch.zeros(4, 1)
+    with asides(torch.device("cuda")):
+        sums = aside(lambda: torch.zeros(10), [], one)
+        aside(lambda: torch.zeros(10), [], two)
+        del recorder.told[:]
+        aside(lambda: 3, [sums[2:], torch.zeros(5)], three)
+        assert recorder.told == ["asides 2 waits for here", "asides 2 waits for an event", "on asides 2"]
+        aside(lambda: 4, [torch.zeros(20)], four)  # more than is held
+        assert {"asides 0 waits for an event", "here waits for an event"} <= set(recorder.told[3:])
+
+
 def test_nothing_aside_is_not_waited_for(monkeypatch):
     """A stream that has no part in a capture must not be waited for by one."""
     recorder = Recorder()

@@ -7,7 +7,7 @@ its forward, and a captured graph keeps the two as parallel branches. Elsewhere 
 same where autograd does not look.
 
 What is not wanted soon need not be waited for: `begin` starts work whose result is asked for later, and `aside` puts
-work that only the end of a backward pass waits for (sums and products that make gradients of parameters) on a stream
+work that only the end of a backward pass waits for (sums and products that make gradients of parameters) on streams
 of its own, where whoever runs that pass says that it will wait (`asides`).
 """
 
@@ -231,6 +231,10 @@ def begin(name: str, call: Callable[[], First], device: torch.device) -> Begun[F
         return Begun(call(), beside)
 
 
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class _Asides:
     """The streams of what is put aside, in turn, and what it still reads. Memory that is given back is used again by
     whoever comes next on the stream it came from, who does not know of these: it is given back once that one has
@@ -240,9 +244,10 @@ class _Asides:
         self.home = torch.cuda.current_stream(device)
         self.streams = [_beside(self.home, f"asides {i}") for i in range(ASIDES)]
         self.turn = 0
-        self.reads: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
+        self.reads: deque[tuple[torch.cuda.Event, list[Tensor], set[torch.cuda.Stream]]] = deque()
         self.held = 0
         self.seen: set[int] = set()  # parameters, by their place
+        self.made: dict[int, tuple[torch.cuda.Event, torch.cuda.Stream]] = {}  # results, by their place
 
     def run(self, call: Callable[[], First], reads: Iterable[Tensor], of: Tensor) -> First:
         here = torch.cuda.current_stream(self.home.device)
@@ -250,19 +255,24 @@ class _Asides:
             self.wait(here)
             return call()
         self.seen.add(of.data_ptr())
+        kept, makers = list(reads), set()
         stream = self.streams[self.turn % ASIDES]
         self.turn += 1
         stream.wait_stream(here)
+        for tensor in kept:
+            if (made := self.made.get(_place(tensor))) is not None:  # by another of these streams, and perhaps not yet
+                stream.wait_event(made[0])
+                makers.add(made[1])
         with torch.cuda.stream(stream):
             value = call()
             event = stream.record_event()
-        kept = list(reads)
-        self.reads.append((event, kept))
+        self.made |= {_place(tensor): (event, stream) for tensor in _tensors(value)}
+        self.reads.append((event, kept, makers))
         self.held += sum(tensor.nbytes for tensor in kept)
         while self.held > HELD:
-            event, kept = self.reads.popleft()
+            event, kept, makers = self.reads.popleft()
             self.held -= sum(tensor.nbytes for tensor in kept)
-            for waiting in {here, self.home}:
+            for waiting in {here, self.home, *makers}:
                 waiting.wait_event(event)
         return value
 

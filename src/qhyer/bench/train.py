@@ -31,12 +31,13 @@ from qhyer.config import Precision, replace
 from qhyer.data import registry
 from qhyer.data.episodes import Episodes
 from qhyer.data.goals import of_seeds
-from qhyer.errors import require
+from qhyer.errors import UserError, require
 from qhyer.lane import Lane
 from qhyer.manifest import overridden
 from qhyer.nn import scan
 from qhyer.rng import stream_seed
 from qhyer.stack import stacked
+from qhyer.storage import atomic_file, refusal
 from qhyer.train import SMALL, torch_settings
 from qhyer.update import GraphedUpdate, make_update
 
@@ -243,14 +244,21 @@ def covered(intervals: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def profile_updates(training: Training, updates: int, device: torch.device) -> dict[str, Any]:
-    """Kernels (on a CPU: operations, without those inside them) of a few updates, by name and by category."""
+def profile_updates(
+    training: Training, updates: int, device: torch.device, trace: Path | None = None
+) -> dict[str, Any]:
+    """Kernels (on a CPU: operations, without those inside them) of a few updates, by name and by category; `trace`:
+    where to write when each of them ran, and on which stream."""
     cuda = device.type == "cuda"
     # CUDA graphs and a second profile do not go together once the first has been torn down.
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
         launch([training], updates)
         common.synchronize(device)
+    if trace is not None:
+        with atomic_file(trace) as file:
+            profiler.export_chrome_trace(str(file))
+        common.note(f"trace: {trace}")
     spent: dict[str, list[float]] = {}
     intervals: list[tuple[float, float]] = []
     if cuda:
@@ -323,6 +331,7 @@ def updates(
     kernels: bool = True,
     profile: bool = False,
     top: int = 25,
+    trace: Path | None = None,
     out: Path | None = None,
 ) -> int:
     """Measure one gradient update as the trainer runs it, on made-up data; no dataset is needed.
@@ -343,9 +352,13 @@ def updates(
         kernels: on CUDA, count them, by a profiler once all times are taken
         profile: also list the kernels (on a CPU the operations) that take longest
         top: how many of them to print
+        trace: a file to write, which chrome://tracing and ui.perfetto.dev show: when each kernel of a few updates
+            ran, and on which stream; of several batch sizes a file each, named with it
         out: a JSON file to write
     """
     common.check_out(out, "train")
+    if trace is not None and (why := "it is a folder" if trace.is_dir() else refusal(trace.parent)):
+        raise UserError(f"--trace {trace} cannot be written: {why}")
     device = runs.resolve_device(device)
     place = torch.device(device)
     common.check_amounts(seconds, batch=batch, seeds=seeds, episodes=(episodes,), top=(top,))
@@ -376,12 +389,14 @@ def updates(
                 with common.measuring(f"an update of {size}" + (f", {count} seeds" if count > 1 else "")):
                     row = measure_updates(maker(size), count, seconds, ceilings, place)
                 rows.append(dataclasses.replace(row, name=" ".join([row.name, *override])))
-        if profile or (kernels and place.type == "cuda"):  # last: what watches kernels slows those that follow
+        # Last: what watches kernels slows those that follow.
+        if profile or trace is not None or (kernels and place.type == "cuda"):
             for size in batch:
                 common.release(place)
                 training = maker(size)(seed=0)
                 launch([training], WARMUP)
-                profiles[str(size)] = profile_updates(training, PROFILED, place)
+                own = trace if trace is None or len(batch) == 1 else trace.with_stem(f"{trace.stem}-{size}")
+                profiles[str(size)] = profile_updates(training, PROFILED, place, own)
                 del training
         common.release(place)
         facts = {
