@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from timeline import GPU, Line, Timeline
+from timeline import GPU, Line, Timeline, tensors
+from triton.runtime import interpreter
 
 from qhyer import runs, streams
+from qhyer.nn import branches_triton
+from qhyer.nn.mamba import Mamba
+from qhyer.nn.mamba2 import Mamba2
 from qhyer.update import GraphedUpdate
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU, for the interpreter's sake")
@@ -128,3 +134,92 @@ def test_without_a_driver_torchs_are_shared(monkeypatch):
     monkeypatch.setattr(streams.driver, "new_stream", lambda *_: None)
     lanes = [streams.Own(GPU) for _ in range(33)]
     assert lanes[-1].stream in timeline.pools[-1]
+
+
+# ------------------------------------------------------------------------------------------------- what is put aside
+
+
+class Order(TorchDispatchMode):
+    """Who wrote what on which stream; `early` lists what was read before its writer was waited for. A launch is taken
+    to write all it is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.current, self.partners = [Line(0)], {}
+        self.written: dict[int, tuple[Line, int, str]] = {}
+        self.kept: list[object] = []  # so that no memory is used again
+        self.early: set[str] = set()
+        monkeypatch.setattr(streams, "_beside", self.beside)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self.current[-1])
+        monkeypatch.setattr(torch.cuda, "stream", self.upon)
+        execute = interpreter.GridExecutor.__call__
+
+        def launch(executor, *arguments, **others):
+            given = [*arguments, *others.values()]
+            self.use(given, given, executor.fn.__name__)
+            with torch.utils._python_dispatch._disable_current_modes():
+                execute(executor, *arguments, **others)
+
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+
+    def beside(self, home: Line, name: str) -> Line:
+        return self.partners.setdefault((home, name), Line(len(self.partners) + 1))
+
+    @contextlib.contextmanager
+    def upon(self, line: Line):
+        self.current.append(line)
+        try:
+            yield
+        finally:
+            self.current.pop()
+
+    def use(self, reads, writes, by: str) -> None:
+        here = self.current[-1]
+        here.tick()
+        for tensor in tensors(reads):
+            line, when, writer = self.written.get(tensor.untyped_storage()._cdata, (here, 0, ""))
+            if line is not here and here.clock[line] < when:
+                self.early.add(f"{by} on {here} reads what {writer} writes on {line}")
+        for tensor in tensors(writes):
+            self.written[tensor.untyped_storage()._cdata] = here, here.clock[here], by
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.kept.append(out)
+        views = {tensor.untyped_storage()._cdata for tensor in tensors((args, kwargs))}
+        mine = [t for t in tensors(out) if t.untyped_storage()._cdata not in views or func._schema.is_mutable]
+        if mine and "empty" not in str(func):
+            self.use((args, kwargs), mine, str(func))
+        return out
+
+
+@pytest.mark.parametrize("ssm", [Mamba, Mamba2])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_nothing_aside_is_read_before_it_is_there(ssm, count, monkeypatch):
+    """Of a block's branches, whatever is put on which stream: the gradient of A_log is made of another one's sums."""
+    monkeypatch.setattr(streams, "ASIDES", count)
+    torch.manual_seed(0)
+    mamba, batch = ssm(16, state_size=4), 2
+    named = ("in_proj.weight", "conv_weight", "conv_bias", "x_proj.weight", "dt_proj.weight", "dt_proj.bias", "dt_bias",
+             "A_log", "D", "out_proj.weight")  # fmt: skip
+    known = dict(mamba.named_parameters())
+    parameters = [known[name].detach() for name in named if name in known]
+    stack = torch.nn.functional.pad(parameters[0], (0, 0, 0, -len(parameters[0]) % branches_triton.ALIGNED))
+    products = [known[n].detach() for n in ("x_proj.weight", "dt_proj.weight", "out_proj.weight") if n in known]
+    low = [stack, *products, mamba.A.detach()]
+    h, seed = torch.randn(batch * 3, 16), torch.zeros(1, dtype=torch.long)
+    out, *kept = branches_triton.branches(h, [], parameters, low, seed, batch, 1, 0.0)
+    order = Order(monkeypatch)
+    running = streams._Asides(GPU)
+    monkeypatch.setattr(streams, "_running", running)
+    with torch.no_grad(), order:
+        backward = branches_triton.branches_backward._init_fn
+        order.kept.append(backward([torch.randn_like(out)], h, [], parameters, low, kept, seed, batch, 1, 0.0))
+    assert running.turn >= 3 and order.early == set()
+    if count > 2 and ssm is Mamba:  # and it would be noticed
+        monkeypatch.setattr(streams, "_place", lambda tensor: id(tensor))
+        running = streams._Asides(GPU)
+        monkeypatch.setattr(streams, "_running", running)
+        with torch.no_grad(), order:
+            order.kept.append(backward([torch.randn_like(out)], h, [], parameters, low, kept, seed, batch, 1, 0.0))
+        assert order.early

@@ -39,6 +39,12 @@ class Line:
     def wait_stream(self, other: Line) -> None:
         self.clock |= other.clock
 
+    def record_event(self) -> collections.Counter[Line]:
+        return self.clock.copy()
+
+    def wait_event(self, event: collections.Counter[Line]) -> None:
+        self.clock |= event
+
     def tick(self) -> None:
         self.clock[self] += 1
 
@@ -55,9 +61,7 @@ class Timeline(TorchDispatchMode):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.pools = {
-            priority: [Line(100 * (1 - priority) + i) for i in range(streams.POOLED)] for priority in (-2, -1, 0)
-        }
+        self.pools = {priority: [Line(100 * (1 - priority) + i) for i in range(streams.POOLED)] for priority in (-1, 0)}
         self.drawn = dict.fromkeys(self.pools, 0)
         self.others: dict[int, Line] = {}  # beyond torch's
         self.current = [Line(1)]
