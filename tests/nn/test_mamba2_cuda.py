@@ -107,24 +107,34 @@ def test_elsewhere_tritons_kernels_serve(change, counted):
     assert counted == []
 
 
+def given(u, dt, bias, A_log, D, z):
+    return (dt,), (bias, -torch.exp(A_log), D), (u, z)
+
+
 def test_a_cpu_is_not_asked():
-    u, dt, _, _, D, z = (value.cpu() for value in example(7, 2))
-    assert not mamba2_cuda.suits(u, dt, D, z)
+    assert not mamba2_cuda.suits(*given(*(value.cpu() for value in example(7, 2))))
 
 
 @pytest.mark.parametrize(
     "change, fit",
     [
         ({}, True), (dict(lead=4), False), (dict(width=32), False), (dict(size=8), False),
-        (dict(dtype=torch.float32), False),
+        (dict(dtype=torch.float32), False), (dict(length=129), False), (dict(batch=0), False),
     ],
     ids=str,
 )  # fmt: skip
 def test_what_fits(change, fit):
-    u, dt, _, _, D, z = example(7, 2, **change)
-    assert mamba2_cuda.fits(u, dt, D, z) == fit
+    assert mamba2_cuda.fits(*given(*example(**{"length": 7, "heads": 2} | change))) == fit
 
 
-def test_windows_that_are_too_long_do_not_fit():
-    u, dt, _, _, D, z = example(129, 1)
-    assert not mamba2_cuda.fits(u, dt, D, z)
+def test_what_is_read_number_by_number_fits_as_it_lies():
+    (dt,), vectors, rows = given(*example(7, 2))
+    spread = torch.zeros(2, 7, 4, dtype=dt.dtype, device=DEVICE)[..., ::2]
+    assert not mamba2_cuda.fits((spread,), vectors, rows) and not mamba2_cuda.fits((dt, dt.float()), vectors, rows)
+    for i in range(3):
+        for other in (vectors[i].bfloat16(), torch.zeros(4, device=DEVICE)[::2]):
+            assert not mamba2_cuda.fits((dt,), (*vectors[:i], other, *vectors[i + 1 :]), rows)
+    assert mamba2_cuda.fits((dt[..., :1],), tuple(v[:1] for v in vectors), (rows[0][..., 64:], rows[1][..., 64:]))
+    many = torch.zeros(1, 7, 2, dtype=dt.dtype, device=DEVICE).expand(70_000, 7, 2)
+    wide = [torch.zeros(1, 7, tensor.shape[2], dtype=dt.dtype, device=DEVICE).expand(70_000, 7, -1) for tensor in rows]
+    assert not mamba2_cuda.fits((many,), vectors, tuple(wide))

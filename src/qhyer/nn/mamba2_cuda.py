@@ -21,33 +21,38 @@ WARPS = 8  # at most, of sixteen steps each
 CHUNK = 8  # numbers, which are read and written at once
 FORWARD, BACKWARD = 24, 16  # warps of a multiprocessor: as many as registers allow
 LARGEST = 2**31 - 1
+SEQUENCES = 65_535  # blocks of a grid in its second dimension
 
 
-def suits(u: Tensor, dt: Tensor, D: Tensor, z: Tensor, *others: Tensor) -> bool:
-    """For what `mamba2_triton` is given, and `others` that are as wide as z. QHYER_SCAN=triton says no to all."""
-    if not u.is_cuda or torch.version.hip is not None or os.environ.get("QHYER_SCAN") == "triton":
+def suits(steps: tuple[Tensor, ...], vectors: tuple[Tensor, ...], rows: tuple[Tensor, ...]) -> bool:
+    """Whether the kernels do it: `steps` are dt and its gradient (B, L, H), `vectors` bias, A and D (H,), `rows` u and
+    what is as wide as z (B, L, E), z last. QHYER_SCAN=triton says no to all."""
+    z = rows[-1]
+    if not z.is_cuda or torch.version.hip is not None or os.environ.get("QHYER_SCAN") == "triton":
         return False
-    return fits(u, dt, D, z, *others) and works(u.device)
+    return fits(steps, vectors, rows) and works(z.device, z.shape[1])
 
 
-def fits(u: Tensor, dt: Tensor, D: Tensor, z: Tensor, *others: Tensor) -> bool:
+def fits(steps: tuple[Tensor, ...], vectors: tuple[Tensor, ...], rows: tuple[Tensor, ...]) -> bool:
     """Whether the kernels can read and write these: their sizes, types and places, wherever they lie."""
-    batch, length, width = z.shape
-    found = batch > 0 and 0 < length <= 16 * WARPS
-    found = found and width == WIDTH * len(D) and u.shape[2] == width + 2 * STATES
-    for tensor in (u, z, *others):
-        steps = (*tensor.stride()[:2], tensor.storage_offset())
-        found = found and tensor.stride(-1) == 1 and not any(step % CHUNK for step in steps)
-    return found and all(
-        tensor.dtype == torch.bfloat16 and max(tensor.stride(0), length * tensor.stride(1)) <= LARGEST
-        for tensor in (u, dt, z, *others)
-    )
+    (batch, length, width), heads = rows[-1].shape, len(vectors[-1])
+    found = 0 < batch <= SEQUENCES and 0 < length <= 16 * WARPS
+    found = found and width == WIDTH * heads and rows[0].shape[2] == width + 2 * STATES
+    for tensor in vectors:
+        found = found and tensor.dtype == torch.float32 and (heads == 1 or tensor.stride(0) == 1)
+    for tensor in (*steps, *rows):
+        *apart, last = tensor.stride()
+        found = found and tensor.dtype == torch.bfloat16 and (last == 1 or tensor.shape[2] == 1)
+        found = found and max(apart[0], length * apart[1]) <= LARGEST
+    for tensor in rows:
+        found = found and not any(number % CHUNK for number in (*tensor.stride()[:2], tensor.storage_offset()))
+    return found
 
 
-def works(device: torch.device) -> bool:
+def works(device: torch.device, length: int = 64) -> bool:
     """Whether it can be compiled; not for GPUs that have no bfloat16."""
     modern = torch.cuda.get_device_capability(device) >= (8, 0)
-    return modern and nvrtc.works(nvrtc.source(FILE), options(64), device, "Mamba-2's scan runs as Triton's kernel")
+    return modern and nvrtc.works(nvrtc.source(FILE), options(length), device, "Mamba-2's scan runs as Triton's kernel")
 
 
 def _shared(length: int) -> tuple[int, int]:

@@ -176,7 +176,7 @@ def forward(u: Tensor, dt: Tensor, bias: Tensor, A: Tensor, D: Tensor, z: Tensor
     batch, length, width = z.shape
     heads = len(D)
     y = torch.empty(batch, length, width, device=u.device, dtype=u.dtype)
-    if mamba2_cuda.suits(u, dt, D, z, y):
+    if mamba2_cuda.suits((dt,), (bias, A, D), (u, y, z)):
         mamba2_cuda.forward(u, dt, bias, A, D, z, y)
         return y
     launch = _launch(length, width // heads, (u.shape[2] - width) // 2)
@@ -196,7 +196,7 @@ def backward(
     du = torch.empty(u.shape, device=u.device, dtype=u.dtype)
     parts = torch.empty(heads, batch, length, 2 * size, device=u.device, dtype=torch.float32)
     dparameter = torch.empty(batch, 3, heads, device=u.device, dtype=torch.float32)
-    if mamba2_cuda.suits(u, dt, D, z, dy, du, dz):
+    if mamba2_cuda.suits((dt, ddt), (bias, A, D), (u, dy, du, dz, z)):
         mamba2_cuda.backward(u, dt, bias, A, D, z, dy, du, dz, ddt, parts, dparameter)
     else:
         _head_scan_backward_kernel[(heads, batch)](
