@@ -29,6 +29,22 @@ def test_it_answers_in_time_and_training_works_here(
     assert "Training works here." in shown
 
 
+def test_a_renderer_that_mujoco_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in ("egl", "OSMesa ", "disable", ""):
+        monkeypatch.setenv("MUJOCO_GL", given)
+        assert doctor.check_choice() == []
+    monkeypatch.setenv("MUJOCO_GL", "bad")
+    (line,) = doctor.check_choice()
+    assert line.status == "note" and "bad" in line.detail and "egl" in line.advice
+
+
+def test_a_folder_that_is_not_there_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, where in ((tmp_path, f"free in {tmp_path};"), (tmp_path / "new", "new, which is not there yet;")):
+        monkeypatch.setenv("QHYER_DATA", str(folder))
+        assert where in doctor.check_disk()[0].detail
+
+
 def test_a_check_that_raises_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> list[Check]:
         raise RuntimeError("no such thing")

@@ -56,6 +56,11 @@ RENDERERS = {
     "osmesa": "apt-get install libosmesa6",
     "glfw": "needs a screen; on a server use EGL or OSMesa",
 }
+CHOICES = {
+    *RENDERERS,
+    "",
+    *"glx cgl wgl enable enabled on true 1 disable disabled off false 0".split(),
+}  # as MuJoCo knows them
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,15 @@ def check_environment() -> list[Check]:
     return [Check("environment", "note", said, advice)]
 
 
+def check_choice() -> list[Check]:
+    """The probes below choose renderers themselves; what the user has chosen is what else will see."""
+    given = os.environ.get("MUJOCO_GL", "").lower().strip()
+    if given in CHOICES:
+        return []
+    known = ", ".join([*RENDERERS, "disable"])
+    return [Check("MUJOCO_GL", "note", f"MuJoCo does not start with {given}", f"unset it, or choose one of {known}")]
+
+
 def check_renderer(name: str) -> list[Check]:
     works, said = run_probe(RENDER, MUJOCO_GL=name, PYOPENGL_PLATFORM=name if name != "glfw" else "")
     if works:
@@ -221,7 +235,8 @@ def _free(folder: Path) -> int:
 
 def _disk(name: str, folder: Path, needed: int, what: str) -> Check:
     free = _free(folder)
-    detail = f"{gigabytes(free)} free in {folder}; {what} takes about {gigabytes(needed)}"
+    where = f"in {folder}" if folder.exists() else f"for {folder}, which is not there yet"
+    detail = f"{gigabytes(free)} free {where}; {what} takes about {gigabytes(needed)}"
     if free < needed:
         return Check(name, "note", detail, "make room, or choose another folder")
     return Check(name, "ok", detail)
@@ -277,6 +292,7 @@ def examine() -> list[Check]:
             ("bf16", check_bf16),
             ("training", check_training),
             ("packages", check_packages),
+            ("MUJOCO_GL", check_choice),
             ("disk", check_disk),
             ("datasets", check_datasets),
         ]
