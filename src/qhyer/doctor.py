@@ -56,11 +56,8 @@ RENDERERS = {
     "osmesa": "apt-get install libosmesa6",
     "glfw": "needs a screen; on a server use EGL or OSMesa",
 }
-CHOICES = {
-    *RENDERERS,
-    "",
-    *"glx cgl wgl enable enabled on true 1 disable disabled off false 0".split(),
-}  # as MuJoCo knows them
+SWITCHES = ("", "enable", "enabled", "on", "true", "1", "disable", "disabled", "off", "false", "0")
+CHOICES = {*RENDERERS, "glx", "cgl", "wgl", *SWITCHES}  # as MuJoCo knows them
 
 
 @dataclass(frozen=True)
