@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -324,6 +325,22 @@ def test_small_actions_are_told_unless_they_have_bounds(tmp_path, capsys):
     assert commands.convert(str(mine), tmp_path / "wide.npz", **wide) == 0
     assert commands.check(tmp_path / "wide.npz") == 0
     assert "warning" not in capsys.readouterr().out
+
+
+def test_an_npz_has_the_episodes_of_the_same_arrays_in_hdf5(tmp_path, capsys):
+    observations, actions, ends = healthy()
+    late = ends & (np.cumsum(ends) % 2 == 0)
+    both = {"observations": observations, "actions": actions, "terminals": ends & ~late, "timeouts": late}
+    np.savez(tmp_path / "both.npz", **both)
+    with h5py.File(tmp_path / "both.hdf5", "w") as file:
+        file.update(both)
+    assert commands.check(tmp_path / "both.npz", tmp_path / "both.hdf5") == 0
+    assert capsys.readouterr().out.count("nothing wrong in 1000 rows, 20 episodes") == 2
+    assert commands.info(str(tmp_path / "both.npz")) == 0 and "20 of 50 rows" in capsys.readouterr().out
+    assert commands.convert(str(tmp_path / "both.npz"), tmp_path / "out.npz") == 0
+    assert "1,000 rows, 20 episodes" in capsys.readouterr().out
+    with np.load(tmp_path / "out.npz") as file:
+        assert "timeouts" not in file.files and np.array_equal(file["terminals"], ends)
 
 
 def test_convert_takes_no_json_that_is_not_its_own(tmp_path, monkeypatch):
