@@ -225,6 +225,7 @@ class Episodes:
         """
         origin = of_file(Path(path))
         arrays = read_arrays(path)
+        misspelt = check.misspelt(arrays)
         if pieces and "arrivals" in arrays:
             from qhyer.data.pieces import recut
 
@@ -246,6 +247,7 @@ class Episodes:
             arrays.get("action_low"),
             arrays.get("action_high"),
         )
+        made.warnings = (*misspelt, *made.warnings)
         made.origin = origin
         return made
 
@@ -344,7 +346,7 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     missing = {"observations", "actions", "terminals"} - set(arrays)
     if missing:
         raise DataError(
-            f"{path} lacks {', '.join(sorted(missing))} (it has {', '.join(arrays) or 'nothing'}); the layout is "
+            f"{path} {check.lacking(sorted(missing), arrays)}; the layout is "
             "observations (N, d_s), actions (N, d_a), terminals (N,) with 1 on each episode's last row"
         )
     try:
