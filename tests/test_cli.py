@@ -131,6 +131,10 @@ def test_what_the_check_warns_of_is_told_before_training(tmp_path, monkeypatch, 
     assert "my own.npz: warning: 1 steps inside" in shown and "`qhyer data check scaled.npz` says more" in shown
     assert call("data", "info", "my own.npz") == 0 and "columns y, [a]" in capsys.readouterr().out
 
+    np.savez("typo.npz", **arrays, goal_index=np.array([1]))
+    assert call(*("typo.npz" if word == "my own.npz" else word for word in train), "--out", "typo") == 0
+    assert "note: goal_index is no array that is read; did you mean goal_indices?; " in capsys.readouterr().err
+
     assert not [record for record in caplog.records if "small" in record.message]
     made = Episodes.from_arrays(*arrays.values(), name="mine")
     (record,) = [record for record in caplog.records if "small" in record.message]
@@ -210,7 +214,10 @@ def test_the_default_folder_of_own_data(mine, capsys):
         (["train", "gcbc", "full/notes.csv"], "is another file: own data are read from npz or HDF5"),
         (["train", "gcbc", "mine.npz", "--out", "full"], "full is no run, and holds other things (notes.csv)"),
         (["train", "gcbc", "no.npz", "--out", "full"], "full is no run"),  # before the data are read
-        (["train", "gcbc", "lacks.npz"], "lacks actions, observations (it has obs, terminals)"),
+        (
+            ["train", "gcbc", "lacks.npz"],
+            "lacks actions, observations (it has obs, terminals); did you mean observations",
+        ),
     ],
 )
 def test_bad_input_gets_a_clear_error(mine, capsys, arguments, words):

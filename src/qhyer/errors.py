@@ -26,9 +26,14 @@ class Taken(UserError):
     """Something that another process is at work on."""
 
 
-def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
+def nearest(word: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The nearest of the known words, none where all are far."""
+    return difflib.get_close_matches(word, list(known), n=most, cutoff=cutoff)
+
+
+def did_you_mean(word: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> str:
     """ "; did you mean X?" with the nearest of the known words, or nothing: for errors about a name."""
-    near = difflib.get_close_matches(word, list(known), n=most)
+    near = nearest(word, known, most, cutoff)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from qhyer.data import commands
-from qhyer.data.check import Problem, describe, find_problems
+from qhyer.data.check import Problem, describe, find_problems, misspelt
 from qhyer.data.episodes import Episodes
 from qhyer.errors import DataError, UserError
 
@@ -324,6 +325,78 @@ def test_small_actions_are_told_unless_they_have_bounds(tmp_path, capsys):
     assert commands.convert(str(mine), tmp_path / "wide.npz", **wide) == 0
     assert commands.check(tmp_path / "wide.npz") == 0
     assert "warning" not in capsys.readouterr().out
+
+
+def test_an_npz_has_the_episodes_of_the_same_arrays_in_hdf5(tmp_path, capsys):
+    observations, actions, ends = healthy()
+    late = ends & (np.cumsum(ends) % 2 == 0)
+    both = {"observations": observations, "actions": actions, "terminals": ends & ~late, "timeouts": late}
+    np.savez(tmp_path / "both.npz", **both)
+    with h5py.File(tmp_path / "both.hdf5", "w") as file:
+        file.update(both)
+    assert commands.check(tmp_path / "both.npz", tmp_path / "both.hdf5") == 0
+    assert capsys.readouterr().out.count("nothing wrong in 1000 rows, 20 episodes") == 2
+    assert commands.info(str(tmp_path / "both.npz")) == 0 and "20 of 50 rows" in capsys.readouterr().out
+    assert commands.convert(str(tmp_path / "both.npz"), tmp_path / "out.npz") == 0
+    assert "1,000 rows, 20 episodes" in capsys.readouterr().out
+    with np.load(tmp_path / "out.npz") as file:
+        assert "timeouts" not in file.files and np.array_equal(file["terminals"], ends)
+
+
+def test_misspelt_arrays_are_told(tmp_path, capsys):
+    observations, actions, ends = healthy()
+    three = {"observations": observations, "actions": actions, "terminals": ends}
+    odd = {"goal_indexes": np.array([0, 1]), "observation_name": np.array(list("abcde")), "reward": np.zeros(len(ends))}
+    pairs = {"goal_indexes": "goal_indices", "observation_name": "observation_names", "reward": "rewards"}
+    told = [f"{wrong} is no array that is read; did you mean {right}?" for wrong, right in pairs.items()]
+    mine = tmp_path / "mine.npz"
+    np.savez(mine, **three, **odd)
+    assert commands.check(mine) == 0
+    shown = capsys.readouterr().out
+    assert "nothing wrong" not in shown and all(f"warning [name] {each}" in shown for each in told)
+    assert commands.info(str(mine)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(f"warning {each}" in shown for each in told)
+    warnings = Episodes.load(mine).warnings
+    assert sorted(each.brief for each in warnings) == sorted(told) and {each.code for each in warnings} == {"name"}
+    with h5py.File(tmp_path / "mine.hdf5", "w") as file:
+        file.update({**three, "goal_indexes": odd["goal_indexes"]})
+    assert commands.check(tmp_path / "mine.hdf5") == 0 and f"when read: {told[0]}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, near",
+    [
+        ("timeout", "timeouts"),
+        ("Rewards", "rewards"),
+        ("goal_index", "goal_indices"),
+        ("goalindices", "goal_indices"),
+        ("actions_low", "action_low"),
+        *((name, None) for name in ("next_observations", "observation_mean", "observation_dim", "action_names")),
+        *((name, None) for name in ("timesteps", "time", "qpos", "goals", "goal", "infos", "dones", "action_max")),
+    ],
+)
+def test_only_names_that_are_near_are_told(name, near):
+    three = ["observations", "actions", "terminals"]
+    told = [problem.message for problem in misspelt([*three, name])]
+    assert told == ([] if near is None else [f"{name} is no array that is read; did you mean {near}?"])
+    assert misspelt([*three, name, *([near] if near else [])]) == []  # beside what it would stand for it is another
+
+
+def test_what_a_file_lacks_is_told_with_what_it_has(tmp_path, capsys):
+    observations, actions, ends = healthy()
+    np.savez(tmp_path / "typo.npz", observation=observations, actions=actions, terminals=ends)
+    with h5py.File(tmp_path / "obs.hdf5", "w") as file:
+        file.update({"obs": observations, "actions": actions, "terminals": ends})
+    with h5py.File(tmp_path / "other.hdf5", "w") as file:
+        file.update({"obs": observations, "act": actions})
+    assert commands.check(*tmp_path.iterdir()) == 1
+    shown = capsys.readouterr().out
+    said = "lacks observations (it has observation, actions, terminals); did you mean observations where it says "
+    assert f"typo.npz {said}observation?" in shown
+    said = "lacks observations (it has actions, obs, terminals); did you mean observations where it says obs?"
+    assert f"obs.hdf5 {said}" in shown
+    assert "(it holds act, obs)" in shown and "; did you mean actions where it says act?" in shown
 
 
 def test_convert_takes_no_json_that_is_not_its_own(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from qhyer.data import registry
 from qhyer.data.episodes import Episodes, read_npz
 from qhyer.data.generate import generate
 from qhyer.errors import CorruptFile, DataError, UserError
+from qhyer.report import reproduce
 from qhyer.storage import read_sealed_json, sha256_file, write_sealed_json
 
 
@@ -110,6 +111,36 @@ def test_own_file_with_names_and_goal(tmp_path):
     assert Episodes.load(path, goal=["angle"]).goal_indices == (2,)
     loaded, dataset = registry.load(path)
     assert dataset is None and loaded.fingerprint == episodes.fingerprint
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["flags", "row numbers"])
+def test_timeouts_end_episodes_in_an_npz_too(rows, tmp_path):
+    observations, actions, ends = arrays()
+    late = np.arange(len(ends)) == np.flatnonzero(ends)[-1]
+    whole, parts = tmp_path / "whole.npz", tmp_path / "parts.npz"
+    np.savez(whole, observations=observations, actions=actions, terminals=ends)
+    own, timeouts = (np.flatnonzero(each) if rows else each for each in (ends & ~late, late))
+    np.savez(parts, observations=observations, actions=actions, terminals=own, timeouts=timeouts)
+    assert Episodes.load(parts).fingerprint == Episodes.load(whole).fingerprint == reproduce._fingerprint(parts, 0)
+    assert "timeouts" not in read_npz(parts) and registry.load(parts)[0].num_episodes == 3
+
+
+@pytest.mark.parametrize(
+    "timeouts",
+    [np.zeros(3), np.full(9, 2), np.zeros((9, 1)), np.array([9]), np.array(["no"] * 9)],
+    ids=["too few", "no flags", "a table", "beyond the last row", "text"],
+)
+def test_timeouts_that_do_not_fit_are_refused(timeouts, tmp_path):
+    observations, actions, ends = arrays()
+    np.savez(tmp_path / "odd.npz", observations=observations, actions=actions, terminals=ends, timeouts=timeouts)
+    with pytest.raises(DataError, match=r"odd.npz: timeouts has shape .* does not fit 9 rows"):
+        read_npz(tmp_path / "odd.npz")
+
+
+def test_ends_that_do_not_fit_are_left_to_the_check(tmp_path):
+    observations, actions, ends = arrays()
+    np.savez(tmp_path / "odd.npz", observations=observations, actions=actions, terminals=2 * ends, timeouts=ends)
+    assert np.array_equal(read_npz(tmp_path / "odd.npz")["terminals"], 2 * ends)
 
 
 def test_files_that_are_no_datasets(tmp_path):

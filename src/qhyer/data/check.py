@@ -12,19 +12,25 @@ from typing import Any, Literal
 import numpy as np
 
 from qhyer.data import bounds
+from qhyer.errors import did_you_mean, nearest
 
 
 @dataclass(frozen=True)
 class Problem:
     severity: Literal["error", "warning"]
     code: str
-    """short and stable: nan, shape, ends, range, bounds, small, units, jump, spike, constant, duplicate, rewards"""
+    """short and stable: nan, shape, ends, range, bounds, small, units, jump, spike, constant, duplicate, rewards, name
+    """
     message: str
     """what was found, where, and what it means"""
     brief: str = ""
     """of warnings: the same in a few words, for those who did not ask"""
 
 
+REQUIRED = ("observations", "actions", "terminals")
+OPTIONAL = ("timeouts", "observation_names", "goal_indices", "rewards", *bounds.NAMES)
+CARRIED = ("goals", "arrivals", "qpos", "qvel", "button_states")  # of generated data; one's own need none of them
+NAMED = 12  # arrays of a file that an error names
 ACTION_TOLERANCE = 1e-6
 # Actions of a column that all lie within this of 0 have other units, perhaps. In generated data each column reaches
 # 0.6 in any episode looked at (the least is cube-single-play's 0.62, of 300 episodes); metres or radians in a robot's
@@ -68,6 +74,46 @@ def wrong_rewards(rewards: np.ndarray, rows: int) -> str | None:
     if not finite.all():
         return f"rewards has values that are not finite, the first in row {int(np.argmin(finite))}"
     return None
+
+
+def misspelt(there: Iterable[str], known: Sequence[str] = OPTIONAL) -> list[Problem]:
+    """A warning for each array of an own file that nothing reads, whose name is nearly that of one which is not there.
+
+    Nearly: as a whole, and word by word. Otherwise observation_mean would be as near to observation_names as
+    observation_name is.
+    """
+    there = set(there)
+    absent = [name for name in known if name not in there]
+    problems = []
+    for name in sorted(there - {*known, *REQUIRED, *CARRIED}):
+        hint = did_you_mean(name.lower(), [each for each in absent if _word_by_word(name.lower(), each)], cutoff=0.8)
+        if hint:
+            told = f"{name} is no array that is read{hint}"
+            problems.append(_warning("name", told, told))
+    return problems
+
+
+def _word_by_word(name: str, known: str) -> bool:
+    words, others = name.split("_"), known.split("_")
+    return len(words) != len(others) or all(nearest(a, [b]) for a, b in zip(words, others))
+
+
+def lacking(missing: Sequence[str], there: Iterable[str]) -> str:
+    """ "lacks X (it has Y, Z)", and which of these may be meant by what is missing."""
+    there = list(there)
+    held = ", ".join(there[:NAMED]) + _more(there, NAMED)
+    return f"lacks {', '.join(missing)} (it has {held or 'nothing'}){meant(missing, there)}"
+
+
+def meant(missing: Sequence[str], there: Iterable[str]) -> str:
+    """ "; did you mean X where it says Y?" for each array that is missing, where one has nearly its name."""
+    others = [name for name in there if name not in (*REQUIRED, *OPTIONAL, *CARRIED)]
+    told = ""
+    for needed in missing:
+        short = [name for name in others if len(name) > 2 and needed.startswith(name)]  # obs is not near by its letters
+        for name in short[:1] or nearest(needed, others):
+            told += f"; did you mean {needed} where it says {name}?"
+    return told
 
 
 def describe(name: str, problems: Sequence[Problem]) -> str:

@@ -154,7 +154,7 @@ def _with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _problems(arrays: Mapping[str, np.ndarray]) -> list[checks.Problem]:
     needed = (arrays["observations"], arrays["actions"], arrays["terminals"])
     low, high = map(arrays.get, bounds.NAMES)
-    problems = checks.find_problems(*needed, arrays.get("rewards"), low=low, high=high)
+    problems = checks.find_problems(*needed, arrays.get("rewards"), low=low, high=high) + checks.misspelt(arrays)
     if any(problem.code == "shape" for problem in problems):
         return problems
     wrong = bounds.wrong_bounds(arrays["actions"].shape[1], low, high)
@@ -191,9 +191,9 @@ def info(name_or_path: str, /) -> int:
     units = [arrays[name] for name in bounds.NAMES if name in arrays]
     if len(units) == 2 and bounds.wrong_bounds(actions.shape[1], *units) is None:
         tell("own units", f"-1 and 1 of actions stand for {bounds.told(*units)}")
-    small = [problem.brief for problem in problems if problem.code in ("small", "units")]
-    if small:
-        tell("warning", *small)
+    for problem in problems:
+        if problem.code in ("small", "units", "name"):
+            tell("warning", problem.brief)
     tell("goal", told)
     others = sorted(set(arrays) - {"observations", "actions", "terminals"})
     if others:

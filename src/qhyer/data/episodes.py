@@ -29,7 +29,7 @@ from torch import Tensor
 
 from qhyer.config import to_dict
 from qhyer.data import bounds, check
-from qhyer.data.origin import fingerprint, of_file
+from qhyer.data.origin import ends_of, fingerprint, of_file
 from qhyer.errors import CorruptFile, DataError, UserError, did_you_mean
 from qhyer.storage import read_sealed_json, sha256_file
 
@@ -225,6 +225,7 @@ class Episodes:
         """
         origin = of_file(Path(path))
         arrays = read_arrays(path)
+        misspelt = check.misspelt(arrays)
         if pieces and "arrivals" in arrays:
             from qhyer.data.pieces import recut
 
@@ -246,6 +247,7 @@ class Episodes:
             arrays.get("action_low"),
             arrays.get("action_high"),
         )
+        made.warnings = (*misspelt, *made.warnings)
         made.origin = origin
         return made
 
@@ -315,7 +317,10 @@ def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def read_npz(path: str | Path) -> dict[str, np.ndarray]:
-    """The arrays of an npz, never unpickled; its sidecar's SHA-256 is checked when there is a sidecar."""
+    """The arrays of an npz, never unpickled; its sidecar's SHA-256 is checked when there is a sidecar.
+
+    `timeouts` are taken for ends, and are in `terminals` then.
+    """
     path = Path(path)
     if not path.is_file():
         beside = [file.name for file in path.parent.glob("*") if file.suffix in FILES] if path.parent.is_dir() else []
@@ -341,9 +346,14 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     missing = {"observations", "actions", "terminals"} - set(arrays)
     if missing:
         raise DataError(
-            f"{path} lacks {', '.join(sorted(missing))} (it has {', '.join(arrays) or 'nothing'}); the layout is "
+            f"{path} {check.lacking(sorted(missing), arrays)}; the layout is "
             "observations (N, d_s), actions (N, d_a), terminals (N,) with 1 on each episode's last row"
         )
+    try:
+        arrays["terminals"] = ends_of(arrays)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+    arrays.pop("timeouts", None)  # they are among the ends now
     return arrays
 
 

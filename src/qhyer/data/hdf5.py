@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from qhyer.data import robomimic
+from qhyer.data import check, robomimic
 from qhyer.data.bounds import CLIPPED
 from qhyer.data.columns import Columns, numbers
 from qhyer.data.pieces import Arrays, gather, is_about
@@ -25,6 +25,7 @@ WALK = 1000  # transitions of the pieces a continuing walk is cut into, as in th
 # Further than anything moves in a step: the point at most 0.05, the ant about half a metre.
 JUMP = {"maze2d": 0.2, "antmaze": 1.0}
 FLAT = ("observations", "actions", "terminals")
+OPTIONAL = ("timeouts", "rewards", "goal_indices", "observation_names")
 LAYOUTS = (
     "D4RL's is flat (observations, actions, rewards, terminals, timeouts, infos/goal), Minari's has a group for each "
     "episode (episode_0/observations, episode_0/actions, ...), robomimic's a group for each demonstration "
@@ -80,7 +81,7 @@ def _read(path: Path, file: Any, keys: Sequence[str], split: str | None) -> tupl
     if "observations" in file or "actions" in file:
         return _d4rl(path, file)
     found = ", ".join(sorted(file)[:8]) or "nothing"
-    raise DataError(f"{path} has an unknown layout (it holds {found}): {LAYOUTS}")
+    raise DataError(f"{path} has an unknown layout (it holds {found}): {LAYOUTS}{check.meant(FLAT, file)}")
 
 
 def recorded_in(path: str | Path) -> str | None:
@@ -97,7 +98,7 @@ def recorded_in(path: str | Path) -> str | None:
 def _d4rl(path: Path, file: Any) -> tuple[Arrays, list[str]]:
     missing = [key for key in FLAT if key not in file]
     if missing:
-        raise DataError(f"{path} lacks {', '.join(missing)}; {LAYOUTS}")
+        raise DataError(f"{path} {check.lacking(missing, sorted(file))}; {LAYOUTS}")
 
     def stored(key: str, table: bool = False) -> np.ndarray:
         return numbers(str(path), key, file[key], table)
@@ -130,6 +131,7 @@ def _d4rl(path: Path, file: Any) -> tuple[Arrays, list[str]]:
     elif not terminals.any() and (timeouts is None or not timeouts.any()):
         raise DataError(f"{path}: neither terminals nor timeouts marks an end; one is 1 on an episode's last row")
     else:
+        notes += [problem.brief for problem in check.misspelt(file, OPTIONAL)]
         if "goal_indices" in file:
             arrays["goal_indices"] = np.asarray(file["goal_indices"][()])
         if "observation_names" in file:
@@ -270,7 +272,7 @@ def _minari(path: Path, file: Any, keys: Sequence[str]) -> tuple[Arrays, list[st
             raise DataError(f"{path}: {key} is an array; {LAYOUTS}")
         for needed in ("observations", "actions"):
             if needed not in group:
-                raise DataError(f"{path}: {key} lacks {needed}; {LAYOUTS}")
+                raise DataError(f"{path}: {key} {check.lacking([needed], sorted(group))}; {LAYOUTS}")
         if not hasattr(group["actions"], "shape"):
             raise DataError(f"{path}: the actions of {key} are not one array; only continuous actions can be learned")
         actions = numbers(str(path), f"actions of {key}", group["actions"], table=True)

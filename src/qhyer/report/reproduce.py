@@ -133,7 +133,7 @@ def _fingerprint(file: Path, seen: int) -> str:
             if {"rewards", "arrivals"} & set(arrays.files):
                 return ""
             observations, actions = (arrays[name].astype(np.float32) for name in ("observations", "actions"))
-            return origin.fingerprint(observations, actions, np.flatnonzero(arrays["terminals"]), ())
+            return origin.fingerprint(observations, actions, np.flatnonzero(origin.ends_of(arrays)), ())
     except Exception:  # zipfile and numpy raise many kinds
         return ""
 
