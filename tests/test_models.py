@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from qhyer import agents, envs, models, runs
 from qhyer.config import from_dict
 from qhyer.data.episodes import DataSpec
-from qhyer.errors import CorruptFile, UserError
+from qhyer.errors import CorruptFile, Taken, UserError
 from qhyer.evaluate import EvalConfig
 from qhyer.records import read_rows
 from qhyer.train import TrainConfig, train
@@ -300,6 +300,24 @@ def test_a_model_in_float32_scores_as_its_run_does(run, here):
     with np.load(run / "rollouts" / "00000002.npz") as a, np.load(out / "rollouts" / "00000002.npz") as b:
         np.testing.assert_array_equal(a["observations"], b["observations"])
     assert runs.read(out)["model"]["name"] == "maze"  # the report reads it as a run
+
+
+def test_a_model_that_is_being_evaluated_is_not_evaluated_beside(run, here, monkeypatch):
+    pytest.importorskip("fcntl")
+    models.export(run, Path("models/maze"))
+    original, other = runs.evaluate, EvalConfig(episodes=1, tasks=(2,))
+
+    def slower(*arguments, **options):
+        monkeypatch.setattr(runs, "evaluate", original)
+        with pytest.raises(Taken, match="runs/eval-maze is being evaluated by another process"):
+            models.evaluate_model("maze", other, workers=0, quiet=True, overwrite=True)
+        models.evaluate_model("maze", other, out=Path("elsewhere"), workers=0, quiet=True)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(runs, "evaluate", slower)
+    _, out = models.evaluate_model("maze", FEW, workers=0, quiet=True)
+    assert {row.task for row in read_rows(out / "episodes.csv")} == {1, 3}
+    assert {row.task for row in read_rows(Path("elsewhere/episodes.csv"))} == {2} and not list(out.glob(".*"))
 
 
 def test_rows_go_where_they_belong(run, here):

@@ -39,6 +39,10 @@ FORMAT = 1
 WEIGHTS, ABOUT, CARD = "model.safetensors", "model.json", "README.md"
 SMALL = 32  # a matrix with fewer rows or columns stays in float32: it costs little, and heads are of that kind
 MAX_MB = 16.0
+OF_ITS_RUN = (
+    *("agent", "preset", "dataset", "seed", "config", "train", "spec", "data", "versions", "command", "hardware"),
+    "parameters",
+)
 
 Dtype = Literal["bf16", "fp32"]
 
@@ -339,42 +343,42 @@ def evaluate_model(
         raise UserError(f"{out} belongs to a model, and those are not written to; give another folder with --out")
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; give a folder with --out")
-    whose = {"name": folder.resolve().name, "sha256": about["weights"]["sha256"], "dtype": about["dtype"]}
-    whose |= {"override": about["override"]} if about.get("override") else {}  # the same weights, acting otherwise
-    before = runs.read(out).get("model") or {} if (out / "run.json").is_file() else whose
-    if before.get("name") != whose["name"]:
-        raise UserError(f"{out} holds a run, or rows of another model; give another folder with --out")
-    if before != whose and not overwrite:
-        raise UserError(
-            f"{out} has rows of {whose['name']} as it was exported before; --overwrite replaces them, --out names "
-            "another folder"
+    with runs.hold_rows(out):
+        whose = {"name": folder.resolve().name, "sha256": about["weights"]["sha256"], "dtype": about["dtype"]}
+        whose |= {"override": about["override"]} if about.get("override") else {}  # the same weights, acting otherwise
+        before = runs.read(out).get("model") or {} if (out / "run.json").is_file() else whose
+        if before.get("name") != whose["name"]:
+            raise UserError(f"{out} holds a run, or rows of another model; give another folder with --out")
+        if before != whose and not overwrite:
+            raise UserError(
+                f"{out} has rows of {whose['name']} as it was exported before; --overwrite replaces them, --out names "
+                "another folder"
+            )
+        environment = environment or about["environment"]
+        if environment is None:
+            raise UserError(f"{folder} was trained on own data; name the environment to evaluate in with --env")
+        device = runs.resolve_device(device)
+        results, at, what = runs.evaluate_agent(
+            lambda: (load(folder, device)[0], about["updates"]),
+            f"evaluating {whose['name']} on {environment}",
+            environment,
+            config or EvalConfig(),
+            about,
+            rows=out / "episodes.csv",
+            workers=workers,
+            overwrite=overwrite,
+            quiet=quiet,
         )
-    environment = environment or about["environment"]
-    if environment is None:
-        raise UserError(f"{folder} was trained on own data; name the environment to evaluate in with --env")
-    device = runs.resolve_device(device)
-    results, at, what = runs.evaluate_agent(
-        lambda: (load(folder, device)[0], about["updates"]),
-        f"evaluating {whose['name']} on {environment}",
-        environment,
-        config or EvalConfig(),
-        about,
-        rows=out / "episodes.csv",
-        workers=workers,
-        overwrite=overwrite,
-        quiet=quiet,
-    )
-    kept = ("agent", "preset", "dataset", "seed", "config", "train", "spec", "data", "versions", "command", "hardware")
-    info = {key: about[key] for key in (*kept, "parameters")} | {
-        "environment": about["environment"] or environment,
-        "model": whose,
-    }
-    if before != whose:
-        (out / "episodes.csv").unlink(missing_ok=True)
-        shutil.rmtree(out / "rollouts", ignore_errors=True)
-    write_json(out / "run.json", info)
-    runs.save_evaluation(out, at, results, environment, what)
-    return success_rate(results), out
+        info = {key: about[key] for key in OF_ITS_RUN} | {
+            "environment": about["environment"] or environment,
+            "model": whose,
+        }
+        if before != whose:
+            (out / "episodes.csv").unlink(missing_ok=True)
+            shutil.rmtree(out / "rollouts", ignore_errors=True)
+        write_json(out / "run.json", info)
+        runs.save_evaluation(out, at, results, environment, what)
+        return success_rate(results), out
 
 
 # ------------------------------------------------------------------------------------------------ the command line
