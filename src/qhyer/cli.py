@@ -370,7 +370,7 @@ def _list_models() -> int:
             f"there are no models (looked in {', '.join(map(str, models.folders()))}); `qhyer export RUN` makes one"
         )
     table = Table()
-    for column in ("model", "agent", "dataset", "updates", "success %", "by task", "MB"):
+    for column in ("model", "agent", "dataset", "updates", "success %", "by task", "size"):
         table.add_column(column, overflow="fold")
     for name, folder in found.items():
         try:
@@ -381,7 +381,7 @@ def _list_models() -> int:
         scores = about["scores"]
         mean = f"{100 * scores['mean']:.1f}" if scores else "not evaluated"
         tasks = " ".join(f"{100 * task['success']:.0f}" for task in scores["tasks"].values()) if scores else ""
-        size = f"{models.megabytes(about):.1f}"
+        size = models.size_text(about)
         table.add_row(escape(name), about["agent"], escape(about["dataset"]), f"{about['updates']}", mean, tasks, size)
     Console().print(table)
     return 0
