@@ -447,6 +447,17 @@ def test_a_lock_is_one_process_s_and_leaves_nothing(tmp_path):
     assert [item.name for item in path.parent.iterdir()] == ["work"]
 
 
+def test_a_turn_is_waited_for_but_not_for_ever(tmp_path):
+    pytest.importorskip("fcntl")
+    path = tmp_path / "lock"
+    told = pytest.raises(Taken, match="is being written to by another process")
+    with storage.locked(path, "", ""), told, storage.in_turn(path, seconds=0.05):
+        pass
+    with storage.in_turn(path):
+        assert path.is_file()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_lock_goes_with_its_process(tmp_path):
     path = tmp_path / "lock"
     if (child := os.fork()) == 0:

@@ -272,6 +272,23 @@ def test_a_short_evaluation_does_not_replace_a_long_one(mine, capsys):
     assert len((mine.parent / "run" / "episodes.csv").read_text().splitlines()) == 2
 
 
+def test_a_run_that_is_being_evaluated_is_left_to_the_other_process(mine, capsys):
+    pytest.importorskip("fcntl")
+    where = ("--env", "pointmaze-medium-v0")
+    call("train", "gcbc", "mine.npz", "--steps", "2", "--seeds", "0", "1", "--out", "runs/both", *where, *TINY)
+    short = ("--episodes", "1", "--tasks", "3", "--workers", "0")
+    with runs.hold_rows(Path("runs/both/s0")):
+        capsys.readouterr()
+        assert call("eval", "runs", *short) == 2
+        output = capsys.readouterr()
+        assert "runs/both/s1: success" in output.out and "s0" not in output.out
+        assert "left to another process: runs/both/s0 is being evaluated" in output.err
+        assert "1 of 2 runs are left to another process" in output.err and "could not be" not in output.err
+        assert call("eval", "runs/both/s0", *short) == 2
+        assert "runs/both/s0 is being evaluated by another process" in said(capsys)
+    assert call("eval", "runs", *short) == 0
+
+
 def test_a_folder_of_runs_is_evaluated_run_by_run(mine, capsys):
     where = ("--env", "pointmaze-medium-v0")
     call("train", "gcbc", "mine.npz", "--steps", "2", "--seeds", "0", "1", "--out", "runs/both", *where, *TINY)
@@ -373,7 +390,9 @@ def test_a_policy_to_pass_on(mine, capsys, monkeypatch):
     assert call("eval", "run", "--episodes", "1", "--tasks", "3", "--workers", "0") == 0
     assert call("export", "run", "--max-mb", "0.0001") == 0
     output = capsys.readouterr()
-    assert "models/mine: 0.0 MB" in output.out and "more than 0.0001" in output.err
+    size = Path("models/mine/model.safetensors").stat().st_size
+    assert f"models/mine: {size / 1000:.0f} kB" in output.out and "more than 0.0001 MB" in output.err
+    assert f"take {size / 1000:.0f} kB" in output.err
     mine.unlink()
     assert call("list", "models") == 0
     assert "mine" in capsys.readouterr().out

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import errno
 import json
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from test_policy import again
 
-from qhyer import envs, runs
+from qhyer import envs, records, runs
 from qhyer import evaluate as evaluation
+from qhyer import train as training
 from qhyer.agent import Agent, AgentConfig
 from qhyer.data.episodes import DataSpec, Episodes
-from qhyer.errors import CorruptFile, UserError
+from qhyer.errors import CorruptFile, Kept, Taken, UserError
 from qhyer.evaluate import EvalConfig, evaluate, plan, success_rate
 from qhyer.policy import GraphedPolicy
 from qhyer.records import EpisodeRow, add_rows, normalised, read_rows, references
@@ -496,3 +501,129 @@ def test_a_run_on_a_file_with_an_ogbench_name_is_evaluated_there(tiny_config, tm
     runs.evaluate_run(run, EvalConfig(episodes=1, tasks=(1,)), workers=0, quiet=True)
     (row,) = read_rows(run / "episodes.csv")
     assert row.length == 1000 and row.return_ is None
+
+
+# ------------------------------------------------------------------------------------------------------- side by side
+
+
+@pytest.fixture
+def learn(tiny_config, tmp_path, monkeypatch):
+    """Trains the run r, of a maze whose episodes are short."""
+    make, limit, rng = envs.make, gymnasium.wrappers.TimeLimit, np.random.default_rng(0)
+    monkeypatch.setattr(envs, "make", lambda environment: limit(make(environment), 20))
+    actions = rng.uniform(-1, 1, (100, 2))
+    episodes = Episodes.from_arrays(rng.normal(size=(100, 2)), actions, [49, 99], name="maze-like", goal=[0, 1])
+
+    def made(**options) -> Path:
+        on_step = options.pop("on_step", None)
+        how = TrainConfig(device="cpu", **options)
+        return train("gcbc", "x", tiny_config("gcbc"), how, run=tmp_path / "r", episodes=episodes, environment=MAZE,
+                     quiet=True, on_step=on_step)  # fmt: skip
+
+    return made
+
+
+@pytest.fixture
+def trained(learn) -> Path:
+    return learn()
+
+
+def meanwhile(monkeypatch, do) -> None:
+    """Something else that is done in the middle of the next evaluation."""
+    original = runs.evaluate
+
+    def slower(*arguments, **options):
+        monkeypatch.setattr(runs, "evaluate", original)
+        do()
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(runs, "evaluate", slower)
+
+
+SHORT = dict(workers=0, quiet=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_evaluations_of_a_run_side_by_side_the_second_is_refused(trained, monkeypatch, overwrite):
+    """The later to end would replace the rows of the other."""
+    pytest.importorskip("fcntl")
+    refused = []
+
+    def second() -> None:
+        told = r"r is being evaluated by another process \(\d+ on .*\): wait until it is done, and then ask again"
+        for other in (EvalConfig(episodes=1, tasks=(3,)), EvalConfig(episodes=1, tasks=(1,), seed=3)):
+            with pytest.raises(Taken, match=told):
+                runs.evaluate_run(trained, other, overwrite=overwrite, **SHORT)
+            refused.append(other)
+        assert runs.below(trained.parent) == [trained]  # the lock is no run, and hides none
+
+    meanwhile(monkeypatch, second)
+    runs.evaluate_run(trained, EvalConfig(episodes=1, tasks=(1, 2)), **SHORT)
+    assert [row.task for row in read_rows(trained / "episodes.csv")] == [1, 2] and len(refused) == 2
+    assert not list(trained.glob(".*"))
+    runs.evaluate_run(trained, EvalConfig(episodes=1, tasks=(1, 2, 3)), **SHORT)  # one after the other, as ever
+
+
+def test_without_locks_an_evaluation_that_came_meanwhile_is_not_replaced(trained, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def none(file, kind) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    one, other = EvalConfig(episodes=1, tasks=(1,)), EvalConfig(episodes=1, tasks=(2,))
+    meanwhile(monkeypatch, lambda: runs.evaluate_run(trained, one, **SHORT))
+    runs.evaluate_run(trained, one, **SHORT)  # the same episodes: the same rows
+    assert [row.task for row in read_rows(trained / "episodes.csv")] == [1]
+    meanwhile(monkeypatch, lambda: runs.evaluate_run(trained, other, overwrite=True, **SHORT))
+    with pytest.raises(Kept, match="replaces it if it is given --overwrite"):
+        runs.evaluate_run(trained, one, **SHORT)
+    assert [row.task for row in read_rows(trained / "episodes.csv")] == [2]
+    meanwhile(monkeypatch, lambda: runs.evaluate_run(trained, one, overwrite=True, **SHORT))
+    runs.evaluate_run(trained, other, overwrite=True, **SHORT)
+    assert [row.task for row in read_rows(trained / "episodes.csv")] == [2] and not list(trained.glob(".*"))
+
+
+def test_a_run_in_training_is_evaluated_by_it_and_by_hand(learn, tmp_path, monkeypatch):
+    """While it evaluates itself it is not by hand; while it is, of an earlier update, it does so all the same."""
+    pytest.importorskip("fcntl")
+    original, by_hand, one = training.evaluate, [], EvalConfig(episodes=1, tasks=(5,))
+
+    def own(*arguments, **options):
+        if not by_hand:  # after update 4
+            with pytest.raises(Taken, match="is being evaluated"):
+                runs.evaluate_run(tmp_path / "r", one, **SHORT)
+        by_hand.append("refused")
+        return original(*arguments, **options)
+
+    def on_step(step: int) -> None:
+        if step == 5:
+            held.enter_context(runs.hold_rows(tmp_path / "r"))  # by hand, of update 4
+
+    monkeypatch.setattr(training, "evaluate", own)
+    with contextlib.ExitStack() as held:
+        run = learn(save_every=4, eval_every=4, eval_episodes=1, on_step=on_step)
+    assert {row.step for row in read_rows(run / "episodes.csv")} == {4, 8} and len(by_hand) == 2
+    runs.evaluate_run(run, one, **SHORT)  # of the last update
+    assert {(row.step, row.task) for row in read_rows(run / "episodes.csv")} >= {(4, 1), (8, 1), (10, 5)}
+
+
+def test_rows_are_added_one_process_after_the_other(tmp_path, monkeypatch):
+    """Of two that read the rows before either has written, one would be lost."""
+    pytest.importorskip("fcntl")
+    path, original = tmp_path / "episodes.csv", records.read_rows
+    row = EpisodeRow("r", "qhyer", "paper", "d", 0, 100, 2, 1, 77, 1, 123, 0.25)
+    other = threading.Thread(target=add_rows, args=(path, [replace(row, step=50)]))
+
+    def slower(path: Path):
+        monkeypatch.setattr(records, "read_rows", original)
+        rows = original(path)
+        other.start()
+        other.join(0.3)
+        return rows
+
+    monkeypatch.setattr(records, "read_rows", slower)
+    add_rows(path, [row])
+    other.join()
+    assert [r.step for r in read_rows(path)] == [50, 100]
+    assert [item.name for item in tmp_path.iterdir()] == ["episodes.csv"]

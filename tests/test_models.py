@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qhyer import agents, envs, models, runs
+from qhyer import agents, envs, manifest, models, runs
 from qhyer.config import from_dict
 from qhyer.data.episodes import DataSpec
-from qhyer.errors import CorruptFile, UserError
+from qhyer.errors import CorruptFile, Taken, UserError
 from qhyer.evaluate import EvalConfig
 from qhyer.records import read_rows
 from qhyer.train import TrainConfig, train
@@ -180,15 +180,66 @@ def test_what_acting_alone_reads_can_be_changed(run, here):
     assert about["scores"] is None and about["override"] == ["history=hopping", "past_q=critic"]
     card = (made / "README.md").read_text()
     assert "It acts with `history=hopping`, `past_q=critic`" in card and "another way of acting" in card
-    for wrong, words in (("width=32", "training reads it"), ("histry=hopping", "did you mean history"), ("x", "FIELD")):
+    for wrong, words in (
+        ("width=32", r"training reads it.* \(what can be changed: history, past_q\)"),
+        ("histry=hopping", "did you mean history"),
+        ("history", "history: write FIELD=VALUE, such as history=hopping; what can be changed: history, past_q$"),
+        ("=hopping", "write FIELD=VALUE, such as history=hopping"),
+        ("candidates=3", r"does not read it \(its action_head is gaussian\): leave it out"),
+        ("choice_temperature=1.0", "does not read it"),
+    ):
         with pytest.raises(UserError, match=words):
-            models.export(run, here / "n", override=[wrong])
+            models.export(run, here / "n", override=["past_q=critic", wrong])
     assert not (here / "n").exists()
+
+
+@pytest.mark.parametrize(
+    "fields, changes, unread, why",
+    [
+        ({"context": 1}, [], ["history=hopping", "past_q=critic", "candidates=3"], "context is one step|action_head"),
+        ({"context": 1, "action_head": "best_of_mixture"}, ["candidates=3"], ["history=hopping"], "is one step"),
+        ({"context": 2, "action_head": "mixture"}, ["history=hopping"], ["candidates=3"], "action_head is mixture"),
+    ],
+)
+def test_what_a_policy_does_not_read_is_no_other_way_of_acting(here, tiny_config, fields, changes, unread, why):
+    """It is refused, and what is said to be changed does change how it acts."""
+    run = make_run(here, "qhyer", tiny_config, **fields)
+    for text in unread:
+        with pytest.raises(UserError, match=f"--override {text}: this policy does not read it .*({why})"):
+            models.export(run, here / "m", override=[text])
+        agent, free = runs.load_agent(run)[0], agents.load("qhyer").Config.acting_alone
+        config = manifest.overridden(agent.config, [text], "qhyer")
+        other = runs.build_agent("qhyer", config, agent.spec, 0)
+        other.load_state_dict(agent.state_dict())
+        assert torch.equal(acts(other), acts(agent)) and text.split("=")[0] in free
+    for text in changes:
+        agent, about = models.load(models.export(run, here / "m", override=[text]))
+        assert about["override"] == [text] and not torch.equal(acts(agent, 5), acts(runs.load_agent(run)[0], 5))
+    with pytest.raises(UserError, match="such as" if changes else "FIELD=VALUE, nothing of this policy can be changed"):
+        models.export(run, here / "n", override=["history"])
+
+
+def test_an_agent_of_which_nothing_can_be_changed_says_so(here, tiny_config):
+    run = make_run(here, "gcbc", tiny_config)
+    for text in ("history", "learning_rate=1.0", "history=hopping"):
+        with pytest.raises(UserError, match=f"--override {text}: gcbc has no field that acting alone reads"):
+            models.export(run, here / "m", override=[text])
+
+
+@pytest.mark.parametrize(
+    "size, said", [(20_310, "20 kB"), (999_400, "999 kB"), (999_900, "1.0 MB"), (7_240_000, "7.2 MB")]
+)
+def test_small_models_have_a_size_too(run, here, size, said):
+    about = models.read(models.export(run, here / "m"))
+    about["weights"]["bytes"] = size
+    assert models.size_text(about) == said and f"bf16, {said} |" in models.card("m", about)
 
 
 def test_an_override_that_changes_nothing_is_none(run, here):
     about = models.read(models.export(run, here / "m", override=["history=sliding"]))
     assert "override" not in about and about["scores"] == models.read(models.export(run, here / "n"))["scores"]
+    about = models.read(models.export(run, here / "o", override=["history=sliding", "past_q=critic", "candidates=64"]))
+    assert about["override"] == ["past_q=critic"]
 
 
 def test_another_way_of_acting_is_another_model(run, here):
@@ -300,6 +351,24 @@ def test_a_model_in_float32_scores_as_its_run_does(run, here):
     with np.load(run / "rollouts" / "00000002.npz") as a, np.load(out / "rollouts" / "00000002.npz") as b:
         np.testing.assert_array_equal(a["observations"], b["observations"])
     assert runs.read(out)["model"]["name"] == "maze"  # the report reads it as a run
+
+
+def test_a_model_that_is_being_evaluated_is_not_evaluated_beside(run, here, monkeypatch):
+    pytest.importorskip("fcntl")
+    models.export(run, Path("models/maze"))
+    original, other = runs.evaluate, EvalConfig(episodes=1, tasks=(2,))
+
+    def slower(*arguments, **options):
+        monkeypatch.setattr(runs, "evaluate", original)
+        with pytest.raises(Taken, match="runs/eval-maze is being evaluated by another process"):
+            models.evaluate_model("maze", other, workers=0, quiet=True, overwrite=True)
+        models.evaluate_model("maze", other, out=Path("elsewhere"), workers=0, quiet=True)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(runs, "evaluate", slower)
+    _, out = models.evaluate_model("maze", FEW, workers=0, quiet=True)
+    assert {row.task for row in read_rows(out / "episodes.csv")} == {1, 3}
+    assert {row.task for row in read_rows(Path("elsewhere/episodes.csv"))} == {2} and not list(out.glob(".*"))
 
 
 def test_rows_go_where_they_belong(run, here):

@@ -421,6 +421,23 @@ def test_a_run_that_another_process_trains_is_left_to_it(tiny, capsys, monkeypat
 
 
 @pytest.mark.usefixtures("short_episodes")
+def test_a_run_that_another_process_evaluates_is_left_to_it(tiny, capsys):
+    pytest.importorskip("fcntl")
+    first, second = manifest.read(tiny)
+    with runs.hold_rows(first.folder):
+        assert call("sweep", tiny) == 1
+        output, told = capsys.readouterr()
+        output = " ".join(output.split())
+        assert f"1 of 2: {first.name}: left to another process" in output and "Traceback" not in output + told
+        assert f"left to another process: {first.name}: {first.folder.resolve()} is being evaluated" in output
+        assert sweep.status(first).text == "trained, not evaluated" and sweep.status(second).finished
+        taken: dict[str, str] = {}
+        assert list(sweep._packed([first, second], taken)) == [second.name] and list(taken) == [first.name]
+        assert sweep._brought(sweep.CellResult(1.0, {"run.json": b"{}"}), first.folder).taken
+    assert call("sweep", tiny) == 0 and sweep.status(first).finished
+
+
+@pytest.mark.usefixtures("short_episodes")
 def test_a_checkpoint_that_goes_while_it_is_read_is_no_damage(tiny, monkeypatch):
     assert call("sweep", tiny, "--only", "s0-") == 0
     cell = manifest.read(tiny)[0]

@@ -74,6 +74,11 @@ class AgentConfig:
     """fields that training does not read: `qhyer export --override` may change them afterwards"""
 
     @property
+    def unread(self) -> dict[str, str]:
+        """Of `acting_alone`, what acting does not read either, as the other fields are set -> why."""
+        return {}
+
+    @property
     def updates(self) -> tuple[int, ...]:
         """of each stage"""
         return tuple(getattr(self, name) for name in self.stage_steps)

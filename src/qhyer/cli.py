@@ -21,7 +21,7 @@ os.environ.setdefault("MUJOCO_GL", "disable")
 import tyro
 
 from qhyer import __version__
-from qhyer.errors import Kept, UserError, did_you_mean
+from qhyer.errors import Kept, Taken, UserError, did_you_mean
 from qhyer.storage import FULL
 
 NO_ROOM = (
@@ -307,7 +307,7 @@ def _eval(args: list[str]) -> int | None:
         raise UserError("give at least one run's folder: qhyer eval RUN..., or a model: qhyer eval --model NAME")
     if options.out is not None:
         raise UserError("--out goes with --model; the rows of a run stay with the run")
-    chosen, failed, kept = below(*options.runs), 0, 0
+    chosen, failed, kept, taken = below(*options.runs), 0, 0, 0
     notes: set[str] = set()
     for run in chosen:
         try:
@@ -315,10 +315,12 @@ def _eval(args: list[str]) -> int | None:
         except UserError as error:
             if len(chosen) == 1:
                 raise
-            longer = isinstance(error, Kept)
-            failed, kept = failed + (not longer), kept + longer  # the others need not wait for it
+            longer, elsewhere = isinstance(error, Kept), isinstance(error, Taken)
+            kept, taken = kept + longer, taken + elsewhere
+            failed += not longer and not elsewhere  # the others need not wait for it
             told = str(error) if str(run) in str(error) else f"{run}: {error}"
-            print(f"{'kept' if longer else 'skipped'}: {told}", file=sys.stderr)
+            what = "kept" if longer else "left to another process" if elsewhere else "skipped"
+            print(f"{what}: {told}", file=sys.stderr)
             continue
         print(f"{run}: success {100 * rate:.1f} %{score_text(run, options.step, options.env)}")
         _by_task(task_text(run, options.step))
@@ -327,9 +329,11 @@ def _eval(args: list[str]) -> int | None:
             print(f"note: {early}", file=sys.stderr)
     if kept:
         print(f"{kept} of {len(chosen)} runs keep the evaluation they have (see above)", file=sys.stderr)
+    if taken:
+        print(f"{taken} of {len(chosen)} runs are left to another process (see above)", file=sys.stderr)
     if failed:
         raise UserError(f"{failed} of {len(chosen)} runs could not be evaluated (see above)")
-    return 2 if kept else 0
+    return 2 if kept or taken else 0
 
 
 def _by_task(line: str) -> None:
@@ -366,7 +370,7 @@ def _list_models() -> int:
             f"there are no models (looked in {', '.join(map(str, models.folders()))}); `qhyer export RUN` makes one"
         )
     table = Table()
-    for column in ("model", "agent", "dataset", "updates", "success %", "by task", "MB"):
+    for column in ("model", "agent", "dataset", "updates", "success %", "by task", "size"):
         table.add_column(column, overflow="fold")
     for name, folder in found.items():
         try:
@@ -377,7 +381,7 @@ def _list_models() -> int:
         scores = about["scores"]
         mean = f"{100 * scores['mean']:.1f}" if scores else "not evaluated"
         tasks = " ".join(f"{100 * task['success']:.0f}" for task in scores["tasks"].values()) if scores else ""
-        size = f"{models.megabytes(about):.1f}"
+        size = models.size_text(about)
         table.add_row(escape(name), about["agent"], escape(about["dataset"]), f"{about['updates']}", mean, tasks, size)
     Console().print(table)
     return 0

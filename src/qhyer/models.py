@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qhyer import agents, runs
-from qhyer.agent import Agent
+from qhyer.agent import Agent, AgentConfig
 from qhyer.checkpoint import write_tensors
 from qhyer.config import from_dict, to_dict
 from qhyer.data.bounds import told
@@ -39,6 +40,10 @@ FORMAT = 1
 WEIGHTS, ABOUT, CARD = "model.safetensors", "model.json", "README.md"
 SMALL = 32  # a matrix with fewer rows or columns stays in float32: it costs little, and heads are of that kind
 MAX_MB = 16.0
+OF_ITS_RUN = (
+    *("agent", "preset", "dataset", "seed", "config", "train", "spec", "data", "versions", "command", "hardware"),
+    "parameters",
+)
 
 Dtype = Literal["bf16", "fp32"]
 
@@ -71,8 +76,7 @@ def export(
     agent, updates = runs.load_agent(run, step)
     if override:
         as_it_was, agent = agent, _acting_otherwise(agent, override, info)
-        if agent.config == as_it_was.config:
-            override = ()
+        override = [text for text in override if _differ(agent.config, as_it_was.config, field_and_value(text)[0])]
     state = {name: _stored(name, value, dtype) for name, value in agent.acting_state().items()}
     with atomic_directory(out) as folder:
         write_tensors(folder / WEIGHTS, state)
@@ -101,15 +105,37 @@ def export(
 
 def _acting_otherwise(agent: Agent, override: Sequence[str], info: Mapping[str, Any]) -> Agent:
     """The same weights with another configuration, of which they know nothing."""
-    name, free = str(info["agent"]), agent.config.acting_alone
+    name, free, why = str(info["agent"]), agent.config.acting_alone, agent.config.unread
+    if not free:
+        raise UserError(f"--override {' '.join(override)}: {name} has no field that acting alone reads: leave it out")
+    read = [field for field in free if field not in why]
+    there = f"what can be changed: {', '.join(read)}" if read else "nothing of this policy can be changed"
+    example = _example(agent.config, read[0]) if read else ""
+    for text in override:
+        if "=" not in text[1:]:
+            such = f"such as {example}; {there}" if read else there
+            raise UserError(f"--override {text}: write FIELD=VALUE, {such}")
     config = overridden(agent.config, override, name)
     trained = [field for field, _ in map(field_and_value, override) if field not in free]
     if trained:
-        there = f"that can be: {', '.join(free)}" if free else f"{name} has none that can be"
         raise UserError(f"--override {', '.join(trained)}: training reads it, so it cannot be changed now ({there})")
+    for text in override:
+        field, _ = field_and_value(text)
+        if field in why and _differ(config, agent.config, field):
+            raise UserError(f"--override {text}: this policy does not read it ({why[field]}): leave it out ({there})")
     other = runs.build_agent(name, config, agent.spec, info["seed"])
     other.load_state_dict(agent.state_dict())
     return other.eval()
+
+
+def _differ(config: AgentConfig, other: AgentConfig, field: str) -> bool:
+    return getattr(config, field) != getattr(other, field)
+
+
+def _example(config: AgentConfig, field: str) -> str:
+    """FIELD=VALUE with another value than it has."""
+    value, words = getattr(config, field), typing.get_args(typing.get_type_hints(type(config))[field])
+    return f"{field}={next(word for word in words if word != value) if words else 2 * value}"
 
 
 def _short(dataset: str) -> str:
@@ -151,6 +177,11 @@ def megabytes(about: Mapping[str, Any]) -> float:
     return about["weights"]["bytes"] / 1e6
 
 
+def size_text(about: Mapping[str, Any]) -> str:
+    size = megabytes(about)
+    return f"{size:.1f} MB" if size >= 0.9995 else f"{1e3 * size:.0f} kB"
+
+
 def card(name: str, about: Mapping[str, Any]) -> str:
     """The model's README, from what model.json says."""
     data, found = about["data"], about["scores"]
@@ -170,7 +201,7 @@ def card(name: str, about: Mapping[str, Any]) -> str:
         f"| training | {about['updates']} updates, seed {about['seed']}"
         + (f", {about['hardware']}" if about["hardware"] else "")
         + " |",
-        f"| weights | {about['parameters']:,} numbers that acting reads, {about['dtype']}, {megabytes(about):.1f} MB |",
+        f"| weights | {about['parameters']:,} numbers that acting reads, {about['dtype']}, {size_text(about)} |",
         f"| SHA-256 of {WEIGHTS} | `{about['weights']['sha256']}` |",
         "| versions | " + ", ".join(f"{k} {v}" for k, v in (about["versions"] or {}).items()) + " |",
         *([f"| actions | in the units of the data, by column: {told(*ends)} |"] if ends else []),
@@ -339,42 +370,42 @@ def evaluate_model(
         raise UserError(f"{out} belongs to a model, and those are not written to; give another folder with --out")
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; give a folder with --out")
-    whose = {"name": folder.resolve().name, "sha256": about["weights"]["sha256"], "dtype": about["dtype"]}
-    whose |= {"override": about["override"]} if about.get("override") else {}  # the same weights, acting otherwise
-    before = runs.read(out).get("model") or {} if (out / "run.json").is_file() else whose
-    if before.get("name") != whose["name"]:
-        raise UserError(f"{out} holds a run, or rows of another model; give another folder with --out")
-    if before != whose and not overwrite:
-        raise UserError(
-            f"{out} has rows of {whose['name']} as it was exported before; --overwrite replaces them, --out names "
-            "another folder"
+    with runs.hold_rows(out):
+        whose = {"name": folder.resolve().name, "sha256": about["weights"]["sha256"], "dtype": about["dtype"]}
+        whose |= {"override": about["override"]} if about.get("override") else {}  # the same weights, acting otherwise
+        before = runs.read(out).get("model") or {} if (out / "run.json").is_file() else whose
+        if before.get("name") != whose["name"]:
+            raise UserError(f"{out} holds a run, or rows of another model; give another folder with --out")
+        if before != whose and not overwrite:
+            raise UserError(
+                f"{out} has rows of {whose['name']} as it was exported before; --overwrite replaces them, --out names "
+                "another folder"
+            )
+        environment = environment or about["environment"]
+        if environment is None:
+            raise UserError(f"{folder} was trained on own data; name the environment to evaluate in with --env")
+        device = runs.resolve_device(device)
+        results, at, what = runs.evaluate_agent(
+            lambda: (load(folder, device)[0], about["updates"]),
+            f"evaluating {whose['name']} on {environment}",
+            environment,
+            config or EvalConfig(),
+            about,
+            rows=out / "episodes.csv",
+            workers=workers,
+            overwrite=overwrite,
+            quiet=quiet,
         )
-    environment = environment or about["environment"]
-    if environment is None:
-        raise UserError(f"{folder} was trained on own data; name the environment to evaluate in with --env")
-    device = runs.resolve_device(device)
-    results, at, what = runs.evaluate_agent(
-        lambda: (load(folder, device)[0], about["updates"]),
-        f"evaluating {whose['name']} on {environment}",
-        environment,
-        config or EvalConfig(),
-        about,
-        rows=out / "episodes.csv",
-        workers=workers,
-        overwrite=overwrite,
-        quiet=quiet,
-    )
-    kept = ("agent", "preset", "dataset", "seed", "config", "train", "spec", "data", "versions", "command", "hardware")
-    info = {key: about[key] for key in (*kept, "parameters")} | {
-        "environment": about["environment"] or environment,
-        "model": whose,
-    }
-    if before != whose:
-        (out / "episodes.csv").unlink(missing_ok=True)
-        shutil.rmtree(out / "rollouts", ignore_errors=True)
-    write_json(out / "run.json", info)
-    runs.save_evaluation(out, at, results, environment, what)
-    return success_rate(results), out
+        info = {key: about[key] for key in OF_ITS_RUN} | {
+            "environment": about["environment"] or environment,
+            "model": whose,
+        }
+        if before != whose:
+            (out / "episodes.csv").unlink(missing_ok=True)
+            shutil.rmtree(out / "rollouts", ignore_errors=True)
+        write_json(out / "run.json", info)
+        runs.save_evaluation(out, at, results, environment, what)
+        return success_rate(results), out
 
 
 # ------------------------------------------------------------------------------------------------ the command line
@@ -404,12 +435,12 @@ def export_command(
         overwrite: replace a model that is there already
     """
     made = export(run, out, step=step, dtype=dtype, override=override, overwrite=overwrite)
-    size = megabytes(read(made))
-    print(f"{made}: {size:.1f} MB")
+    about = read(made)
+    print(f"{made}: {size_text(about)}")
     early = runs.cut_short(run, step)
     if early:
         print(f"warning: {early}", file=sys.stderr)
-    if size > max_mb:
+    if megabytes(about) > max_mb:
         advice = "--dtype bf16 halves it" if dtype == "fp32" else "train a smaller one (--agent.width)"
-        print(f"warning: the weights take {size:.1f} MB, more than {max_mb:g}; {advice}", file=sys.stderr)
+        print(f"warning: the weights take {size_text(about)}, more than {max_mb:g} MB; {advice}", file=sys.stderr)
     return 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qhyer.errors import CorruptFile
-from qhyer.storage import write_text
+from qhyer.storage import TEMPORARY, in_turn, write_text
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,9 @@ def write_rows(path: Path, rows: Iterable[EpisodeRow]) -> None:
 def add_rows(path: Path, rows: list[EpisodeRow]) -> None:
     """Add an evaluation to a run's rows; one of the same step is replaced, not counted twice."""
     steps = {row.step for row in rows}
-    kept = [row for row in read_rows(path) if row.step not in steps]
-    write_rows(path, sorted([*kept, *rows], key=lambda r: (r.step, r.task, r.episode)))
+    with in_turn(path.with_name(f"{TEMPORARY}rows")):  # a training adds rows while an earlier update is evaluated
+        kept = [row for row in read_rows(path) if row.step not in steps]
+        write_rows(path, sorted([*kept, *rows], key=lambda r: (r.step, r.task, r.episode)))
 
 
 # ------------------------------------------------------------------------------------------------- normalised scores

@@ -36,10 +36,12 @@ from qhyer.progress import Progress
 from qhyer.records import EpisodeRow, add_rows, mean_return, normalised, read_rows
 from qhyer.rng import stream_seed
 from qhyer.rollout import About, EpisodeSpec, Workers
-from qhyer.storage import TEMPORARY, atomic_file
+from qhyer.storage import TEMPORARY, atomic_file, locked
 
 VERSIONED = ("qhyer", "torch", "numpy", "ogbench", "gymnasium", "gymnasium-robotics", "mujoco", "safetensors")
-
+EVALUATION = (
+    f"{TEMPORARY}evaluation"  # in the folder with the rows while they are measured: neither shipped nor reported
+)
 
 DEEP, LOOKED_AT = 4, 10_000  # folders down, and entries, in which an example of a run is looked for
 
@@ -348,20 +350,27 @@ def evaluate_run(
     if environment is None:
         raise UserError(f"{run} was trained on own data; name the environment to evaluate in with --env")
     device = resolve_device(device)
-    results, at, about = evaluate_agent(
-        lambda: load_agent(run, step, device),
-        f"evaluating {info['agent']} on {environment}",
-        environment,
-        config or EvalConfig(),
-        info,
-        rows=Path(run) / "episodes.csv",
-        workers=workers,
-        overwrite=overwrite,
-        quiet=quiet,
-        told=told,
-    )
-    save_evaluation(run, at, results, environment, about)
+    with hold_rows(run):
+        results, at, about = evaluate_agent(
+            lambda: load_agent(run, step, device),
+            f"evaluating {info['agent']} on {environment}",
+            environment,
+            config or EvalConfig(),
+            info,
+            rows=Path(run) / "episodes.csv",
+            workers=workers,
+            overwrite=overwrite,
+            quiet=quiet,
+            told=told,
+        )
+        save_evaluation(run, at, results, environment, about)
     return success_rate(results)
+
+
+def hold_rows(run: Path) -> contextlib.AbstractContextManager[bool]:
+    """Meanwhile no other process evaluates for this folder, or `Taken` where one does: of two evaluations side by side
+    the later to end would replace the other's rows. A training does not wait for it, nor is it waited for."""
+    return locked(Path(run) / EVALUATION, f"{run} is being evaluated", "wait until it is done, and then ask again")
 
 
 def score_text(run: Path, step: int | None = None, environment: str | None = None) -> str:
@@ -402,8 +411,8 @@ def evaluate_agent(
 ) -> tuple[list[EpisodeResult], int, About]:
     """The protocol for whatever `load` brings (an agent and its updates) -> results, updates, the environment.
 
-    Nothing is written; `rows` is where the caller keeps them, so that a longer evaluation there is not lost. `info` is
-    what the run, or the model, says of itself.
+    Nothing is written; `rows` is where the caller keeps them, so that a longer evaluation there is not lost, nor one
+    that came there meanwhile. `info` is what the run, or the model, says of itself.
     """
     with Workers(environment, workers) as pool:  # they start while the agent is loaded
         agent, at = load()
@@ -411,13 +420,17 @@ def evaluate_agent(
         about.require(environment, agent.spec.observation_dim, agent.spec.action_dim)
         asked = episodes_of(config, environment, about.tasks)
         total = len(asked)
-        earlier = {row.which for row in read_rows(rows) if row.step == at}
-        if not earlier <= asked and not overwrite:
-            why = "" if len(earlier) > total else ", in another environment, of other tasks or with another seed"
-            raise Kept(
-                f"{rows.parent} has an evaluation of {len(earlier)} episodes of this checkpoint{why}; `qhyer eval` "
-                "replaces it if it is given --overwrite"
-            )
+
+        def look() -> None:
+            earlier = {row.which for row in read_rows(rows) if row.step == at}
+            if not earlier <= asked and not overwrite:
+                why = "" if len(earlier) > total else ", in another environment, of other tasks or with another seed"
+                raise Kept(
+                    f"{rows.parent} has an evaluation of {len(earlier)} episodes of this checkpoint{why}; `qhyer eval` "
+                    "replaces it if it is given --overwrite"
+                )
+
+        look()
         if not quiet:
             tell(notes_on(info, agent, environment, about, lambda specs: pool.ask(("reset", 0, specs))), told)
         with Progress(title, total, quiet) as progress:
@@ -427,4 +440,5 @@ def evaluate_agent(
                 progress.show(done)
 
             results = evaluate(agent, environment, config, workers=pool, progress=show)
+        look()  # again: where no lock holds, another process may have written some
     return results, at, about

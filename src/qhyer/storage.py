@@ -15,6 +15,7 @@ import platform
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -139,6 +140,22 @@ def locked(path: Path, what: str, advice: str) -> Iterator[bool]:
         with contextlib.suppress(OSError):  # not empty
             for folder in made:
                 folder.rmdir()
+
+
+@contextlib.contextmanager
+def in_turn(path: Path, seconds: float = 60.0) -> Iterator[None]:
+    """Holds such a lock for the work of a moment; where another process has it, waits for it."""
+    until = time.monotonic() + seconds
+    with contextlib.ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(locked(path, f"{path.parent} is being written to", "ask again when it is done"))
+                break
+            except Taken:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
+        yield
 
 
 def _lock(path: Path, what: str, advice: str) -> tuple[IO[str], bool]:

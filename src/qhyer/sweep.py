@@ -401,7 +401,7 @@ class CellResult:
     error: str = ""
     trace: str = ""
     taken: str = ""
-    """where another process trains it, what to say of that: nothing is wrong with the run"""
+    """where another process trains or evaluates it, what to say of that: nothing is wrong with the run"""
 
 
 def _run(
@@ -479,7 +479,8 @@ def _run(
 
 
 def _packed(cells: Sequence[Cell], taken: dict[str, str]) -> dict[str, Files]:
-    """What there is of the runs, to be sent along; those that are being trained here are `taken`."""
+    """What there is of the runs, to be sent along; those that are being trained or evaluated here are `taken`."""
+    from qhyer.runs import hold_rows
     from qhyer.train import hold
 
     files: dict[str, Files] = {}
@@ -488,6 +489,7 @@ def _packed(cells: Sequence[Cell], taken: dict[str, str]) -> dict[str, Files]:
             try:
                 with contextlib.ExitStack() as held:
                     hold(held, [cell.folder], quiet=True)
+                    held.enter_context(hold_rows(cell.folder))
                     files[cell.name] = pack(cell.folder)
             except Taken as error:
                 taken[cell.name] = str(error)
@@ -495,12 +497,14 @@ def _packed(cells: Sequence[Cell], taken: dict[str, str]) -> dict[str, Files]:
 
 
 def _brought(result: CellResult, folder: Path) -> CellResult:
-    """Puts a run where it belongs, unless one is being trained there by now: that one stays."""
+    """Puts a run where it belongs, unless one is being trained or evaluated there by now: that one stays."""
+    from qhyer.runs import hold_rows
     from qhyer.train import hold
 
     with contextlib.ExitStack() as held:
         try:
             hold(held, [folder], quiet=True)
+            held.enter_context(hold_rows(folder))
         except Taken as taken:
             return CellResult(result.seconds, taken=str(taken))
         unpack(result.files, folder)

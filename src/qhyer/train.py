@@ -815,17 +815,20 @@ class _Loop:
         assert self.environment is not None
         if not distributed.is_main():
             return
-        try:
-            results = evaluate(self.agent, self.environment, EvalConfig(episodes=self.config.eval_episodes))
-        except Exception as error:
-            if distributed.active():  # saving is the work of all processes, and the others are not here
-                raise
-            self.save()
-            raise UserError(
-                f"the evaluation after update {self.step} failed: {error}. The update is saved: --resume goes on, with "
-                "--eval-every 0 without evaluations"
-            ) from error
-        runs.save_evaluation(self.run, self.step, results, self.environment)
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(Taken):  # an earlier update, evaluated by hand: its rows and these do not meet
+                held.enter_context(runs.hold_rows(self.run))
+            try:
+                results = evaluate(self.agent, self.environment, EvalConfig(episodes=self.config.eval_episodes))
+            except Exception as error:
+                if distributed.active():  # saving is the work of all processes, and the others are not here
+                    raise
+                self.save()
+                raise UserError(
+                    f"the evaluation after update {self.step} failed: {error}. The update is saved: --resume goes on, "
+                    "with --eval-every 0 without evaluations"
+                ) from error
+            runs.save_evaluation(self.run, self.step, results, self.environment)
         self._note(f"update {self.step}: success {100 * success_rate(results):.1f} %")
 
 

@@ -160,6 +160,17 @@ class QHyerConfig(AgentConfig):
     acting_alone = ("history", "past_q", "candidates", "choice_temperature")
 
     @property
+    def unread(self) -> dict[str, str]:
+        why: dict[str, str] = {}
+        if self.context == 1:
+            why |= dict.fromkeys(("history", "past_q"), "its context is one step")
+        elif self.conditioning != "flow":
+            why["past_q"] = f"its conditioning is {self.conditioning}, without a critic"
+        if self.action_head != "best_of_mixture":
+            why |= dict.fromkeys(("candidates", "choice_temperature"), f"its action_head is {self.action_head}")
+        return why
+
+    @property
     def reads_whole_goals(self) -> bool:
         return self.goal_input == "observation" and self.tokenization != "no_goal"
 
