@@ -118,6 +118,16 @@ def test_a_preset_with_other_settings_is_said_to_be(tmp_path, make_run):
     assert warnings(found, lambda *_: None) == warnings(found) == []
 
 
+def test_an_interval_holds_the_mean_of_seeds_with_other_tasks(tmp_path, make_run):
+    make_run(tmp_path, "gcbc", 0, {task: [int(task == 2), 0] for task in range(1, 6)})  # 10 %
+    make_run(tmp_path, "gcbc", 1, {2: [1, 1]})  # 100 %
+    row, *tasks = rows_of(tmp_path)
+    assert (row.mean, row.interval, row.low, row.high) == pytest.approx((55, "bootstrap", 10, 100))
+    assert all(each.low <= each.mean <= each.high for each in tasks)
+    (note,) = (each for each in warnings(groups(collect([tmp_path]))) if "not evaluated" in each)
+    assert note.endswith("on task 1, 3, 4, 5; overall, each run counts by the mean of the tasks it has")
+
+
 def test_published_numbers_add_up_to_the_totals_their_paper_prints():
     totals = {
         ("cube", "play"): [24, 68, 16, 0, 8, 90, 111, 6, 35, 152],

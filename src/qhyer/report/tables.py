@@ -219,7 +219,10 @@ def warnings(found: Sequence[Group], preset_of: PresetOf | None = None) -> list[
         for run in group.scored:
             lacking = sorted(set(group.tasks) - {row.task for row in run.last}, key=natural)
             if lacking:
-                notes.append(f"{name}: {run.name} was not evaluated on task {', '.join(lacking)}")
+                notes.append(
+                    f"{name}: {run.name} was not evaluated on task {', '.join(lacking)}; overall, each run counts by "
+                    "the mean of the tasks it has"
+                )
     return notes
 
 
@@ -263,7 +266,9 @@ def _row(group: Group, task: str, members: Sequence[Sequence[Episode]], strata: 
         kind = "wilson"
     else:
         stream = numpy_stream(0, "report", group.dataset, group.agent, group.preset, group.variant, task)
-        low, high = seed_bootstrap(strata, stream)
+        # A seed that lacks tasks counts by those it has, in the interval as in the mean.
+        whole = all(len({row.task for row in rows}) == len(strata) for rows in members)
+        low, high = seed_bootstrap(strata if whole else [scores], stream)
         kind = "bootstrap"
     middle = float(iqm([np.asarray(values) for values in strata]))
     scores_of_returns = _scores(group, task, members)
