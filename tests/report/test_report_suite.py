@@ -32,16 +32,21 @@ def markdown_of(suite, root):
     return suite.account(found, success_rows(found)).markdown()
 
 
+def five(outcomes):
+    """The same on all of OGBench's tasks."""
+    return dict.fromkeys(range(1, 6), outcomes)
+
+
 @pytest.fixture
 def some(tmp_path, make_run):
     """QHyer twice and GCBC once on cube-single-play, QHyer once on scene-noisy, NF-GCBC where nothing is published."""
     root = tmp_path / "records"
     big = {"batch_size": 256}
-    make_run(root, "qhyer", 0, {1: [1, 1, 1, 1]}, dataset="cube-single-play-v0", preset="best", config=big)
-    make_run(root, "qhyer", 1, {1: [1, 1, 0, 0]}, dataset="cube-single-play-v0", preset="best", config=big)
-    make_run(root, "gcbc", 0, {1: [1, 0, 0, 0]}, dataset="cube-single-play-v0", preset="paper")
-    make_run(root, "qhyer", 0, {1: [1, 0]}, name="other", dataset="scene-noisy-v0", preset="best", config=big)
-    make_run(root, "nf_gcbc", 0, {1: [1, 0]}, dataset="scene-noisy-v0", preset="paper", config=big)
+    make_run(root, "qhyer", 0, five([1, 1, 1, 1]), dataset="cube-single-play-v0", preset="best", config=big)
+    make_run(root, "qhyer", 1, five([1, 1, 0, 0]), dataset="cube-single-play-v0", preset="best", config=big)
+    make_run(root, "gcbc", 0, five([1, 0, 0, 0]), dataset="cube-single-play-v0", preset="paper")
+    make_run(root, "qhyer", 0, five([1, 0]), name="other", dataset="scene-noisy-v0", preset="best", config=big)
+    make_run(root, "nf_gcbc", 0, five([1, 0]), dataset="scene-noisy-v0", preset="paper", config=big)
     return root
 
 
@@ -77,8 +82,8 @@ def test_baselines_stand_beside_their_published_numbers(some):
 
 def test_point_mazes_have_a_table_of_their_own(tmp_path, make_run):
     root = tmp_path / "records"
-    make_run(root, "qrl", 0, {1: [1, 1, 0, 0]}, dataset="pointmaze-medium-stitch-v0", preset="paper")
-    make_run(root, "qhyer", 0, {1: [1, 1, 1, 0]}, dataset="pointmaze-medium-navigate-v0", preset="demo")
+    make_run(root, "qrl", 0, five([1, 1, 0, 0]), dataset="pointmaze-medium-stitch-v0", preset="paper")
+    make_run(root, "qhyer", 0, five([1, 1, 1, 0]), dataset="pointmaze-medium-navigate-v0", preset="demo")
     found = groups(collect([root]))
     (table,) = POINTMAZE.account(found, success_rows(found)).parts
     at = {name: number for number, name in enumerate(table.header)}
@@ -89,14 +94,24 @@ def test_point_mazes_have_a_table_of_their_own(tmp_path, make_run):
 
 
 def test_two_settings_of_an_agent_are_two_lines(some, make_run):
-    make_run(some, "qhyer", 0, {1: [0, 0]}, name="paper", dataset="scene-noisy-v0", preset="paper")
+    make_run(some, "qhyer", 0, five([0, 0]), name="paper", dataset="scene-noisy-v0", preset="paper")
     assert [line[1] for line in main_table(lines_of(some)).body if line[0] == "scene-noisy"] == ["best", "paper"]
     assert "best: 50 (1; 200 × 256); paper: 0 (1; 200)" in markdown_of(OGBENCH, some)
 
 
+def test_a_number_of_few_tasks_says_so(some, make_run):
+    make_run(some, "crl", 0, {2: [1, 1, 1, 1]}, dataset="cube-single-play-v0", preset="paper")
+    make_run(some, "qhyer", 0, {2: [1], 3: [1]}, name="few", dataset="scene-play-v0", preset="best")
+    lines = lines_of(some)
+    at = {name: number for number, name in enumerate(agents_table(lines).header)}
+    assert agents_table(lines).body[1][at["CRL"]] == "100, task 2 only (1; 200)"
+    (line,) = (line for line in main_table(lines).body if line[0] == "scene-play")
+    assert line[3] == "100, tasks 2, 3 only" and line[-1] == ""
+
+
 def test_exploration_is_left_out_unless_named(some, make_run):
     before = markdown_of(OGBENCH, some)
-    make_run(some / "exploration", "qhyer", 0, {1: [0] * 4}, name="try", dataset="cube-single-play-v0", preset="best")
+    make_run(some / "exploration", "qhyer", 0, five([0] * 4), name="try", dataset="cube-single-play-v0", preset="best")
     assert markdown_of(OGBENCH, some) == before
     assert len(collect([some / "exploration"]).runs) == 1
 

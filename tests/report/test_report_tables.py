@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 import math
 
@@ -7,10 +8,13 @@ import pytest
 
 from qhyer.records import references
 from qhyer.report import write_report
+from qhyer.report.alike import unlike
 from qhyer.report.collect import collect
+from qhyer.report.commands import report
 from qhyer.report.compare import compare, difference_text, tally
 from qhyer.report.published import QHYER, QHYER_D4RL, QHYER_RECENT, canonical, for_dataset, published
 from qhyer.report.tables import groups, success_csv, success_markdown, success_rows, warnings
+from qhyer.rng import episode_seed
 
 
 def rows_of(root):
@@ -118,6 +122,81 @@ def test_a_preset_with_other_settings_is_said_to_be(tmp_path, make_run):
     assert warnings(found, lambda *_: None) == warnings(found) == []
 
 
+def evaluate(root, make_run, agent, tasks, episodes, *, seed=0, protocol=0, rate=1, dataset="cube-single-play-v0"):
+    """A run as `eval --tasks TASKS --episodes EPISODES --seed PROTOCOL` leaves it."""
+    folder = make_run(root, agent, seed, {task: [rate] * episodes for task in tasks}, dataset=dataset)
+    path = folder / "episodes.csv"
+    header, *lines = csv.reader(path.read_text().splitlines())
+    for line in lines:
+        line[8] = str(episode_seed(protocol, "pointmaze-medium-v0", int(line[6]), int(line[7])))
+    path.write_text("".join(",".join(line) + "\n" for line in [header, *lines]))
+
+
+def test_agents_of_other_tasks_are_not_compared(tmp_path, make_run, capsys):
+    root = tmp_path / "runs"
+    evaluate(root, make_run, "gcbc", [2], 4)
+    evaluate(root, make_run, "crl", range(1, 6), 4, rate=0)
+    evaluate(root, make_run, "qrl", [1, 2, 3, 4], 4, rate=0)
+    evaluate(root, make_run, "qhyer", range(1, 6), 4, seed=1)
+    note = "on cube-single-play-v0 not all were evaluated on the same tasks, so overall numbers cannot be compared: "
+    note += "task 2 (gcbc); tasks 1, 2, 3, 4 (qrl); tasks 1, 2, 3, 4, 5 (crl, qhyer)"
+    report((root,), out=tmp_path / "out")
+    assert f"note: {note}\n" in (printed := capsys.readouterr().out)
+    table = (tmp_path / "out" / "success.md").read_text()
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert f"- {note}\n" in table and note in page
+    assert "| gcbc | demo | 1 | 100 | " in table and "| qhyer | demo | 1 | **100** | " in table
+    names = ["qhyer", "crl", "gcbc", "qrl"]  # a part of the tasks is never first
+    assert sorted(names, key=lambda name: printed.index(f"\n{name} ")) == names
+    assert page.index("qhyer</th>") < page.index("crl</th>") < page.index("gcbc</th>") < page.index("qrl</th>")
+    found = {line.agent: line for line in compare(rows_of(root))}
+    assert found["gcbc"].verdict == "task 2 only" and math.isnan(found["gcbc"].difference)
+    assert found["qrl"].verdict == "tasks 1, 2, 3, 4 only" and found["qhyer"].verdict == "agrees"
+    assert '<td class="t tag">task 2 only</td>' in page and "2 comparisons without a verdict" in page
+    line = next(csv.DictReader((tmp_path / "out" / "published.csv").read_text().splitlines()))
+    assert (line["agent"], line["verdict"]) == ("crl", "below")
+
+
+def test_one_line_of_few_tasks_has_no_verdict(tmp_path, make_run):
+    evaluate(tmp_path, make_run, "gcbc", [2, 3], 4)
+    evaluate(tmp_path, make_run, "crl", [2, 3], 4, rate=0)
+    assert unlike(groups(collect([tmp_path]))) == []  # like each other, so one of them is the best
+    assert "| gcbc | demo | 1 | **100** |" in success_markdown(rows_of(tmp_path))
+    found = {line.agent: line for line in compare(rows_of(tmp_path))}
+    assert found["gcbc"].verdict == found["crl"].verdict == "tasks 2, 3 only"
+    assert sum(tally(list(found.values())).values()) == 0
+    page = write_report([tmp_path], tmp_path / "out").page.read_text()
+    assert "2 comparisons without a verdict" in page and "None of the agents run here" not in page
+
+
+def test_other_episodes_and_seeds_are_said_to_be(tmp_path, make_run):
+    evaluate(tmp_path, make_run, "gcbc", [1, 2], 4)
+    evaluate(tmp_path, make_run, "crl", [1, 2], 4)
+    assert unlike(groups(collect([tmp_path]))) == []
+    evaluate(tmp_path, make_run, "qrl", [1, 2], 6, protocol=7)
+    assert unlike(groups(collect([tmp_path]))) == [
+        "on cube-single-play-v0 not all were evaluated on as many episodes a task: 4 (crl, gcbc); 6 (qrl)",
+        "on cube-single-play-v0 not all were evaluated with the same seed, so not on the same episodes: "
+        "seed 0 (crl, gcbc); seed 7 (qrl)",
+    ]
+    evaluate(tmp_path, make_run, "qrl", [1, 2], 6, seed=1)  # another seed of qrl's, on the usual episodes
+    evaluate(tmp_path, make_run, "qrl", [1, 2], 6, dataset="cube-double-play-v0", seed=2, protocol=3)
+    _, last = unlike(groups(collect([tmp_path])))
+    assert last.endswith("seed 0 (crl; gcbc; qrl, run qrl-1); seed 7 (qrl, run qrl-0)")
+
+
+def test_an_interval_holds_the_mean_of_seeds_with_other_tasks(tmp_path, make_run):
+    make_run(tmp_path, "gcbc", 0, {task: [int(task == 2), 0] for task in range(1, 6)})  # 10 %
+    make_run(tmp_path, "gcbc", 1, {2: [1, 1]})  # 100 %
+    row, *tasks = rows_of(tmp_path)
+    assert (row.mean, row.interval, row.low, row.high) == pytest.approx((55, "bootstrap", 10, 100))
+    assert all(each.low <= each.mean <= each.high for each in tasks)
+    (note,) = (each for each in warnings(groups(collect([tmp_path]))) if "not evaluated" in each)
+    assert note.endswith("on task 1, 3, 4, 5; overall, each run counts by the mean of the tasks it has")
+    (line,) = (line for line in compare(rows_of(tmp_path)) if line.agent == "gcbc")
+    assert line.verdict == "seeds differ in tasks" and math.isnan(line.difference)
+
+
 def test_published_numbers_add_up_to_the_totals_their_paper_prints():
     totals = {
         ("cube", "play"): [24, 68, 16, 0, 8, 90, 111, 6, 35, 152],
@@ -165,7 +244,8 @@ def test_names_of_agents_meet():
 
 def test_losses_are_shown(tmp_path, make_run):
     def result(agent, dataset, successes, trials):
-        make_run(tmp_path, agent, 0, {1: [1] * successes + [0] * (trials - successes)}, dataset=dataset)
+        outcomes = [1] * successes + [0] * (trials - successes)
+        make_run(tmp_path, agent, 0, {task: outcomes[task - 1 :: 5] for task in range(1, 6)}, dataset=dataset)
 
     result("qhyer", "cube-single-play-v0", 50, 100)  # published 84
     result("gciql", "cube-single-play-v0", 90, 100)  # published 68

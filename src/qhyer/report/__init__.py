@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qhyer.errors import UserError
+from qhyer.report.alike import unlike
 from qhyer.report.collect import Table, collect
 from qhyer.report.compare import Comparison, compare, comparison_csv
 from qhyer.report.mazes import MAZES
@@ -81,11 +82,12 @@ def write_report(
     found = groups(table)
     rows = success_rows(found)
     comparison = compare(rows)
-    notes = warnings(found, preset_of)
+    apart = unlike(found)
+    notes = [*apart, *warnings(found, preset_of)]
     shown = [(suite, suite.account(found, rows)) for suite in SUITES if suite.wanted(rows)]
     text, undrawn = html.page(table, found, rows, comparison, shown, notes, sources, out)
     write_text(out / "success.csv", success_csv(rows))
-    write_text(out / "success.md", success_markdown(rows))
+    write_text(out / "success.md", success_markdown(rows, apart))
     write_text(out / "episodes.csv", episodes_csv(table.episodes))
     if comparison:
         write_text(out / "published.csv", comparison_csv(comparison))

@@ -19,11 +19,10 @@ from qhyer.report.tables import (
     has_scores,
     identity,
     label,
-    merit,
     number,
     overall_cells,
     overall_heads,
-    wide,
+    ranked,
 )
 
 PIPED = 160  # columns where nobody says how wide: a file, or another program
@@ -66,7 +65,7 @@ def headline(made: Report, tasks: bool = True) -> list[Grid]:
     marked = best(made.success)
     grids = []
     for dataset in dict.fromkeys(row.dataset for row in made.success):
-        names, lines = wide(made.success, dataset)
+        names, lines = ranked(made.success, dataset)
         shown = names if tasks else []
         grid = Grid(title=escape(dataset), title_justify="left", title_style="bold", box=None, pad_edge=False)
         for name in ("agent", "preset"):
@@ -74,7 +73,7 @@ def headline(made: Report, tasks: bool = True) -> list[Grid]:
         scored = has_scores(row for row in made.success if row.dataset == dataset)
         for name in ("seeds", *overall_heads(scored), *(f"t{task}" for task in shown)):
             grid.add_column(name, justify="right", no_wrap=True)
-        for cells in sorted(lines, key=lambda cells: -merit(cells[0]) if cells[0] else 0.0):
+        for cells in lines:
             row = cells[0]
             assert row is not None and row.task == OVERALL
             texts = overall_cells(row, scored, identity(row) in marked)

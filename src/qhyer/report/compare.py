@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from qhyer.report.published import SCORE, SUCCESS, Published, canonical, for_dataset
-from qhyer.report.tables import OVERALL, SuccessRow, number, to_csv
+from qhyer.report.published import SCORE, SUCCESS, Published, canonical, for_dataset, tasks_of
+from qhyer.report.tables import OVERALL, SuccessRow, identity, number, partial, to_csv
 
 ABOVE, BELOW, AGREES, NOT_RUN, NO_NUMBER = "above", "below", "agrees", "not run", "unpublished"
 OTHER_SCALE = "other scale"
@@ -34,9 +34,10 @@ class Comparison:
     high: float
     difference: float
     verdict: str  # above, below: the published mean lies outside our interval; agrees: inside it. Scores: other scale
+    partial: str  # `task 2 only`, ...: ours are not of all tasks, which is the verdict then; mostly empty
 
 
-def _pair(entry: Published | None, row: SuccessRow | None, measure: str) -> Comparison:
+def _pair(entry: Published | None, row: SuccessRow | None, measure: str, few: str = "") -> Comparison:
     assert entry is not None or row is not None
     published = entry.mean if entry else math.nan
     spread = entry.std if entry and entry.std is not None else math.nan
@@ -47,6 +48,8 @@ def _pair(entry: Published | None, row: SuccessRow | None, measure: str) -> Comp
         verdict = NO_NUMBER
     elif measure == SCORE:  # 0 and 100 are other returns there, in another maze: beside each other, not compared
         verdict = OTHER_SCALE
+    elif few:  # another mean than the one that was printed
+        verdict = few
     elif low <= published <= high:
         verdict = AGREES
     else:
@@ -67,8 +70,9 @@ def _pair(entry: Published | None, row: SuccessRow | None, measure: str) -> Comp
         std=std,
         low=low,
         high=high,
-        difference=math.nan if measure == SCORE else mean - published,
+        difference=math.nan if measure == SCORE or few else mean - published,
         verdict=verdict,
+        partial=few,
     )
 
 
@@ -94,11 +98,13 @@ def compare(rows: Sequence[SuccessRow], datasets: Sequence[str] = ()) -> list[Co
             continue
         scored = entries[0].measure == SCORE if entries else any(not math.isnan(row.score) for row in run)
         measure = SCORE if scored else SUCCESS
+        lacking = partial([row for row in rows if row.dataset == dataset], tasks_of(dataset))
         used: set[Published] = set()
         for row in run:
             mine = [entry for entry in entries if canonical(entry.agent) == canonical(row.agent)]
             used.update(mine)
-            found += [_pair(entry, row, measure) for entry in mine] or [_pair(None, row, measure)]
+            few = lacking.get(identity(row), "")
+            found += [_pair(entry, row, measure, few) for entry in mine] or [_pair(None, row, measure, few)]
         rest = sorted((e for e in entries if e not in used), key=lambda entry: (-entry.mean, entry.agent))
         found += [_pair(entry, None, measure) for entry in rest]
     return found
@@ -111,7 +117,7 @@ def published_text(line: Comparison) -> str:
 
 def mean_text(line: Comparison) -> str:
     spread = "" if math.isnan(line.std) else f" ± {number(line.std)}"
-    return number(line.ours) + spread
+    return number(line.ours) + spread + (f", {line.partial}" if line.partial else "")
 
 
 def budget_text(line: Comparison) -> str:
@@ -141,7 +147,7 @@ def difference_text(line: Comparison) -> str:
 
 
 def comparison_csv(lines: Sequence[Comparison]) -> str:
-    names = [item.name for item in fields(Comparison)]
+    names = [item.name for item in fields(Comparison) if item.name != "partial"]
     return to_csv(names, ([getattr(line, name) for name in names] for line in lines))
 
 

@@ -40,10 +40,10 @@ from qhyer.report.tables import (
     has_scores,
     identity,
     label,
-    merit,
     number,
     overall_cells,
     overall_heads,
+    ranked,
     wide,
 )
 
@@ -178,8 +178,7 @@ def _headline(rows: Sequence[SuccessRow]) -> str:
         lines = ""
         if several:
             lines += f'<tr class="group"><th colspan="{len(heads)}" scope="rowgroup">{escape(dataset)}</th></tr>'
-        matrix = wide(rows, dataset)[1]
-        for cells in sorted(matrix, key=lambda cells: -merit(cells[0]) if cells[0] else 0.0):
+        for cells in ranked(rows, dataset)[1]:
             row = cells[0]
             assert row is not None
             shown = overall_cells(row, scored, identity(row) in marked)
@@ -211,11 +210,11 @@ def _steps(text: str) -> str:
 def _per_task(rows: Sequence[SuccessRow], dataset: str) -> str:
     """Task by task, with intervals: what the bars show, in numbers."""
     marked = best(rows)
-    tasks, lines = wide(rows, dataset)
+    tasks, lines = ranked(rows, dataset)
     head = '<tr><th scope="col" class="t">agent</th>'
     head += "".join(f'<th scope="col">task {escape(task)}</th>' for task in tasks) + "</tr>"
     body = ""
-    for cells in sorted(lines, key=lambda cells: -merit(cells[0]) if cells[0] else 0.0):
+    for cells in lines:
         row = cells[0]
         assert row is not None
         body += f'<tr><th scope="row" class="t">{_dot(row.agent)}{escape(label(row))}'
@@ -257,7 +256,7 @@ def _comparison(lines: Sequence[Comparison]) -> str:
         body += (
             f'<tr{quiet}><th scope="row" class="t">{escape(name)}</th><td>{published_text(line)}{mark}</td>'
             f"<td>{ours_text(line)}</td><td>{line.seeds or ''}</td><td>{_steps(line.step)}</td>"
-            f'<td>{difference_text(line)}</td><td class="t tag{tone}">{line.verdict}</td></tr>'
+            f'<td>{difference_text(line)}</td><td class="t tag{tone}">{escape(line.verdict)}</td></tr>'
         )
     counts = tally(lines)
     compared = sum(counts.values())
@@ -270,11 +269,15 @@ def _comparison(lines: Sequence[Comparison]) -> str:
     beside = sum(line.verdict == OTHER_SCALE for line in lines)
     if beside:
         summary = f"{_plural(beside, 'published score')} beside ours, on another scale."
+    partly = sum(bool(line.partial) and line.verdict == line.partial for line in lines)
+    if partly:
+        summary = summary if compared else ""
+        summary += f" {_plural(partly, 'comparison')} without a verdict: not all tasks were evaluated in each run."
     unknown = list(dict.fromkeys(line.agent for line in lines if line.verdict == NO_NUMBER))
-    if unknown and (compared or beside):
+    if unknown and (compared or beside or partly):
         summary += f" No published number is known here for {', '.join(map(escape, unknown))}."
     return (
-        f"<p>{summary}</p>"
+        f"<p>{summary.strip()}</p>"
         + _table(
             f"Published {'scores' if scored else 'success'} against ours; the small number names the source.",
             f"<tr>{head}</tr>",
@@ -405,11 +408,11 @@ def _dataset(
     return part + "</section>"
 
 
-def _score(group: Group, rows: Sequence[SuccessRow]) -> float:
-    """Sections list agents as the headline does, the best first."""
-    key = (group.dataset, group.agent, group.preset, group.variant, OVERALL)
-    scores = [merit(r) for r in rows if (r.dataset, r.agent, r.preset, r.variant, r.task) == key]
-    return scores[0] if scores else -1.0
+def _ranked(found: Sequence[Group], rows: Sequence[SuccessRow], dataset: str) -> list[Group]:
+    """Sections list agents as the headline does, the best first; without an evaluation, last."""
+    order = [(row.agent, row.preset, row.variant) for row, *_ in ranked(rows, dataset)[1] if row]
+    places = {key: place for place, key in enumerate(order)}
+    return sorted(found, key=lambda group: places.get((group.agent, group.preset, group.variant), len(places)))
 
 
 def _duration(seconds: float) -> str:
@@ -521,7 +524,7 @@ def page(
         _dataset(
             dataset,
             dataset if len(datasets) > 1 else "Task by task",
-            sorted((g for g in found if g.dataset == dataset), key=lambda g: -_score(g, rows)),
+            _ranked([group for group in found if group.dataset == dataset], rows, dataset),
             rows,
             [line for line in lines if line.dataset == dataset],
             pictures,

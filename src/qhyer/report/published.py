@@ -167,3 +167,9 @@ def canonical(agent: str) -> str:
 
 def for_dataset(dataset: str) -> tuple[Published, ...]:
     return tuple(entry for entry in published() if entry.dataset == dataset)
+
+
+def tasks_of(dataset: str) -> tuple[str, ...]:
+    """The tasks that its published numbers are means of: OGBench's environments have five, mazes with scores one."""
+    measures = {entry.measure for entry in for_dataset(dataset)}
+    return ("1", "2", "3", "4", "5") if SUCCESS in measures else ("1",) if measures else ()

@@ -179,7 +179,7 @@ def _options(run: Run) -> list[str]:
     updates = run.info.get("updates")
     options = ["--step", str(step)] if isinstance(updates, int) and step < updates and "model" not in run.info else []
     options += ["--episodes", str(_episodes(run)), "--tasks", *sorted({row.task for row in run.last}, key=_number)]
-    seed = _seed(run)
+    seed = evaluation_seed(run)
     options += [] if seed is None else ["--seed", str(seed)]
     options += ["--overwrite"] if _of_many(run) else []  # the rows that its command makes
     named = run.elsewhere or str(run.info.get("environment") or "")
@@ -200,7 +200,7 @@ def _episodes(run: Run) -> int:
     return 1 + max(row.episode for row in run.last)
 
 
-def _seed(run: Run) -> int | None:
+def evaluation_seed(run: Run) -> int | None:
     """The evaluation's seed, found by trying; None where it is another protocol's."""
     row = run.last[0]
     environment = row.environment or str(run.info.get("environment") or run.dataset)
@@ -246,6 +246,6 @@ def _notes(runs: Sequence[Run]) -> list[str]:
     if moved := [run for run in runs if run.info and _moved(run)]:
         notes.append(f"Not in the folder where its command puts it, named as it is now: {_few(moved)}.")
     evaluated = [run for run in runs if run.last and run.info and not _by_its_command(run)]
-    if unknown := [run for run in evaluated if _seed(run) is None]:
+    if unknown := [run for run in evaluated if evaluation_seed(run) is None]:
         notes.append(f"The seed of the evaluation is not known for: {_few(unknown)}.")
     return notes

@@ -64,16 +64,16 @@ def seed_bootstrap(
     """Percentile interval of `statistic`; `strata` holds, for each task, one score per seed, seeds in the same order.
 
     Seeds are drawn with replacement. Tasks are fixed: they are the benchmark. Where seeds lack tasks nobody can say
-    which scores belong together, and they are drawn within each task.
+    which scores belong together: then give one stratum, of what each seed has overall.
     """
     arrays = [np.asarray(values, dtype=float) for values in strata]
     if not arrays or any(values.size == 0 for values in arrays):
         return math.nan, math.nan
-    seeds = {values.size: generator.integers(values.size, size=(resamples, values.size)) for values in arrays}
-    if len(seeds) == 1:
-        drawn = [values[seeds[values.size]] for values in arrays]
-    else:
-        drawn = [values[generator.integers(values.size, size=(resamples, values.size))] for values in arrays]
+    count = arrays[0].size
+    if any(values.size != count for values in arrays):
+        raise ValueError("each task needs a score of every seed")
+    seeds = generator.integers(count, size=(resamples, count))
+    drawn = [values[seeds] for values in arrays]
     tail = (1 - level) / 2
     low, high = np.quantile(statistic(drawn), [tail, 1 - tail])
     return float(low), float(high)

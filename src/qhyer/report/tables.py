@@ -219,7 +219,10 @@ def warnings(found: Sequence[Group], preset_of: PresetOf | None = None) -> list[
         for run in group.scored:
             lacking = sorted(set(group.tasks) - {row.task for row in run.last}, key=natural)
             if lacking:
-                notes.append(f"{name}: {run.name} was not evaluated on task {', '.join(lacking)}")
+                notes.append(
+                    f"{name}: {run.name} was not evaluated on task {', '.join(lacking)}; overall, each run counts by "
+                    "the mean of the tasks it has"
+                )
     return notes
 
 
@@ -263,7 +266,9 @@ def _row(group: Group, task: str, members: Sequence[Sequence[Episode]], strata: 
         kind = "wilson"
     else:
         stream = numpy_stream(0, "report", group.dataset, group.agent, group.preset, group.variant, task)
-        low, high = seed_bootstrap(strata, stream)
+        # A seed that lacks tasks counts by those it has, in the interval as in the mean.
+        whole = all(len({row.task for row in rows}) == len(strata) for rows in members)
+        low, high = seed_bootstrap(strata if whole else [scores], stream)
         kind = "bootstrap"
     middle = float(iqm([np.asarray(values) for values in strata]))
     scores_of_returns = _scores(group, task, members)
@@ -332,12 +337,37 @@ def merit(row: SuccessRow) -> float:
     return row.mean if row.task != OVERALL or math.isnan(row.score) else row.score
 
 
+def partial(rows: Sequence[SuccessRow], whole: Iterable[str] = ()) -> dict[tuple[str, str], str]:
+    """`task 2 only`, ...: what to say of overall rows, by identity, that lack a task of `whole`, or one that another
+    line of the dataset has."""
+    every: dict[str, set[str]] = {}
+    lines: dict[tuple[str, str], list[SuccessRow]] = {}
+    for row in rows:
+        if row.task != OVERALL:
+            every.setdefault(row.dataset, set(whole)).add(row.task)
+            lines.setdefault((row.dataset, identity(row)[1]), []).append(row)
+    found = {}
+    for row in rows:
+        own = lines.get((row.dataset, identity(row)[1]), [])
+        if row.task != OVERALL or not own:
+            continue
+        tasks = sorted((each.task for each in own), key=natural)
+        if any(each.seeds < row.seeds for each in own):
+            found[identity(row)] = "seeds differ in tasks"
+        elif set(tasks) != every[row.dataset]:
+            found[identity(row)] = f"task{'' if len(tasks) == 1 else 's'} {', '.join(tasks)} only"
+    return found
+
+
 def best(rows: Sequence[SuccessRow]) -> set[tuple[str, str]]:
     """The identities of the rows that hold the highest merit of their dataset and task. A tie marks every
-    holder; a column of one line, or of zeros, marks none."""
+    holder; a column of one line, or of zeros, marks none. An overall row of fewer tasks than others have is not
+    compared with them."""
     columns: dict[tuple[str, str], list[SuccessRow]] = {}
+    lacking = partial(rows)
     for row in rows:
-        columns.setdefault((row.dataset, row.task), []).append(row)
+        if identity(row) not in lacking:
+            columns.setdefault((row.dataset, row.task), []).append(row)
     marked = set()
     for members in columns.values():
         top = max(merit(row) for row in members)
@@ -472,12 +502,23 @@ def wide(rows: Sequence[SuccessRow], dataset: str) -> tuple[list[str], list[list
     return tasks, [[cells.get(task) for task in (OVERALL, *tasks)] for cells in lines.values()]
 
 
+def ranked(rows: Sequence[SuccessRow], dataset: str) -> tuple[list[str], list[list[SuccessRow | None]]]:
+    """The same, the best line first, and last those of fewer tasks than others have."""
+    lacking = partial(rows)
+
+    def place(cells: list[SuccessRow | None]) -> tuple[bool, float]:
+        return (identity(cells[0]) in lacking, -merit(cells[0])) if cells[0] else (True, 0.0)
+
+    tasks, lines = wide(rows, dataset)
+    return tasks, sorted(lines, key=place)
+
+
 def label(row: SuccessRow) -> str:
     return f"{row.agent} ({row.variant})" if row.variant else row.agent
 
 
-def success_markdown(rows: Sequence[SuccessRow]) -> str:
-    """One table for each dataset, the best mean of each column in bold."""
+def success_markdown(rows: Sequence[SuccessRow], unlike: Sequence[str] = ()) -> str:
+    """One table for each dataset, the best mean of each column in bold; below, what was not evaluated alike."""
     marked = best(rows)
     parts = []
     for dataset in dict.fromkeys(row.dataset for row in rows):
@@ -499,4 +540,5 @@ def success_markdown(rows: Sequence[SuccessRow]) -> str:
         "its tasks, for several; with two or three seeds that is no more than their range."
     )
     notes += f" {SCORE_NOTE}" if has_scores(rows) else ""
+    notes += "\n\nBefore you compare:\n\n" + "\n".join(f"- {note}" for note in unlike) if unlike else ""
     return "\n".join(parts) + f"\n{notes}\n"
