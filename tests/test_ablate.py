@@ -221,6 +221,13 @@ def test_what_an_ablation_varies_is_not_overridden(name, override, those, dry, h
     assert told in " ".join(output.err.split()) and not output.out and not Path("runs").exists()
 
 
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_tasks_are_looked_at_before_the_training(dry, here, capsys):
+    assert call("ablate", "ssm", "--dataset", DATASET, "--preset", "demo", "--tasks", 9, *dry) == 2
+    told = "ablation ssm: eval: pointmaze-medium-v0 has tasks 1 to 5, not 9"
+    assert told in " ".join(capsys.readouterr().err.split()) and not Path("runs").exists()
+
+
 def test_what_an_ablation_does_not_vary_is_overridden(here, capsys):
     for name, override in (("backbone", "expectile=0.99"), ("q-estimator", "expectile=0.99"), ("ssm", "context=2")):
         assert tiny(name, override, "--dry-run") == 0

@@ -76,6 +76,8 @@ class Cell:
     goal: tuple[int | str, ...] | None
     environment: str | None
     out: Path
+    place: str = dataclasses.field(default="", compare=False)
+    """where it was asked for; errors about it begin so"""
 
     @property
     def dataset_name(self) -> str:
@@ -205,6 +207,7 @@ def _expand(grid: Mapping[str, Any], place: str, out: Path) -> Iterator[Cell]:
             goal=goal,
             environment=environment,
             out=out,
+            place=place,
         )
 
 
