@@ -188,12 +188,51 @@ def test_the_page_has_them_all():
         (["context", "--preset", "quick"], "ablation context: preset: no preset of qhyer is called 'quick'"),
         (["context", "--steps", "0"], "steps must be at least 1"),
         (["q-estimator", "--override", "goal_frame=relative"], "a contrastive critic needs goal_frame absolute"),
+        (["context", "--steps", "20", "--override", "steps=7"], "--steps 20 and --override steps=7 contradict"),
+        (["ssm", "--override", "qhyer={ssm='mamba2'}"], "write FIELD=VALUE for each field, not a table"),
     ],
 )
 def test_errors(arguments, words, here, capsys):
     assert call("ablate", *arguments) == 2
     assert words in " ".join(capsys.readouterr().err.split())
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    "name, override, those",
+    [
+        ("ssm", "ssm=mamba2", "hybrid-mamba2, mamba2"),
+        ("ssm", "backbone=mamba", "mamba, mamba2"),
+        ("regression", "regression=mse", "mse, quantile"),
+        ("expectile", "expectile=0.99", "expectile=0.5, expectile=0.7, expectile=0.9, expectile=0.95, expectile=0.99"),
+        ("tokenization", "tokenization=separate", "no_goal, separate"),
+        ("q-estimator", "critic=cvae", "cvae, contrastive"),
+        ("backbone", "conditioning=rtg", "attention-rtg, mamba-rtg, hybrid-rtg"),
+        ("chunk", "chunk=5", "chunk=1, chunk=3, chunk=5, chunk=10"),
+    ],
+)
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_what_an_ablation_varies_is_not_overridden(name, override, those, dry, here, capsys):
+    """A variant that leaves the field alone would be another under its own name: nothing is shown nor trained."""
+    assert tiny(name, override, *dry) == 2
+    output = capsys.readouterr()
+    field = override.partition("=")[0]
+    told = f"--override {field}: ablation {name} varies {field} (variants that set it: {those})"
+    assert told in " ".join(output.err.split()) and not output.out and not Path("runs").exists()
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_tasks_are_looked_at_before_the_training(dry, here, capsys):
+    assert call("ablate", "ssm", "--dataset", DATASET, "--preset", "demo", "--tasks", 9, *dry) == 2
+    told = "ablation ssm: eval: pointmaze-medium-v0 has tasks 1 to 5, not 9"
+    assert told in " ".join(capsys.readouterr().err.split()) and not Path("runs").exists()
+
+
+def test_what_an_ablation_does_not_vary_is_overridden(here, capsys):
+    for name, override in (("backbone", "expectile=0.99"), ("q-estimator", "expectile=0.99"), ("ssm", "context=2")):
+        assert tiny(name, override, "--dry-run") == 0
+    assert call("ablate", "ssm", "--steps", 7, "--override", "steps=7", "--dry-run") == 0  # said twice, once would do
+    assert "; 7 updates each" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------------- the answer

@@ -525,6 +525,50 @@ def test_files_that_are_not_there_or_have_one_name(tiny, capsys):
     assert "give these different names" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_tasks_that_are_not_there_are_told_before_the_training(tiny, capsys, monkeypatch, dry):
+    monkeypatch.setattr(sweep, "_run", None)  # nothing is started
+    write(tiny, tiny.read_text().replace("tasks = [3]", "tasks = [1, 7]"))
+    assert call("sweep", tiny, *dry) == 2
+    told = f"{tiny}: grid 1: eval: pointmaze-medium-v0 has tasks 1 to 5, not 7"
+    assert told in " ".join(capsys.readouterr().err.split()) and not Path("runs").exists()
+
+
+def test_an_environment_that_cannot_be_made_here_says_nothing_of_its_tasks(tiny, capsys, monkeypatch):
+    def make(environment: str) -> None:
+        raise ImportError("no simulator")
+
+    monkeypatch.setattr(envs, "make", make)
+    sweep._num_tasks.cache_clear()
+    write(tiny, tiny.read_text().replace("tasks = [3]", "tasks = [1, 7]"))
+    assert call("sweep", tiny, "--dry-run") == 0
+    assert "2 runs, 0 finished, 2 to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_goals_that_are_not_there_are_told_before_the_training(tiny, capsys, monkeypatch, dry):
+    monkeypatch.setattr(sweep, "_run", None)
+    monkeypatch.setattr(rollout, "cores", lambda: 0)
+    ends = np.arange(40) == 39
+    arrays = {"observations": np.zeros((40, 2)), "actions": np.zeros((40, 2)), "terminals": ends}
+    text = tiny.read_text().replace("pointmaze-medium-stitch", "mine.npz")
+    text = 'environment = "pointmaze-medium-v0"\ngoal = GOAL\n' + text
+    for names, goal, words in (
+        (["x", "y"], '["x", "q"]', "goal coordinate 'q' is not known: the names are x, y"),
+        (["x", "y"], "[0, 2]", "goal coordinates [0, 2] must be distinct and within 0..1"),
+        (None, '["x"]', "goal coordinate 'x' is not known: no observation_names were given"),
+    ):
+        np.savez("mine.npz", **arrays, **({} if names is None else {"observation_names": names}))
+        write(tiny, text.replace("GOAL", goal))
+        assert call("sweep", tiny, *dry) == 2
+        told = f"{tiny}: grid 1: goal: mine.npz: {words}"
+        assert told in " ".join(capsys.readouterr().err.split()) and not Path("runs").exists()
+    np.savez("mine.npz", **arrays, observation_names=["x", "y"])
+    write(tiny, text.replace("GOAL", '["y", "x"]'))
+    assert call("sweep", tiny, "--dry-run") == 0
+    assert "2 to do" in capsys.readouterr().out
+
+
 def test_a_task_that_pays_has_a_score(tiny, tmp_path, capsys, monkeypatch):
     generate(registry.get("maze2d-umaze"), out=tmp_path, episodes=2, rows=40, workers=1, progress=False)
     monkeypatch.setenv("QHYER_DATA", str(tmp_path))

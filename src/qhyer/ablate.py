@@ -134,7 +134,7 @@ def ablate(
         preset: QHyer's, which all variants start from; the ablation's own if not given, mostly fast
         seeds: the ablation's own if not given, mostly 0 1 2 3
         steps: updates of every variant; the preset's if not given
-        override: fields of QHyer's configuration for every variant, as FIELD=VALUE
+        override: fields of QHyer's configuration for every variant, as FIELD=VALUE; none that a variant sets
         episodes: evaluation episodes for each task; 50 if not given
         tasks: evaluate on these alone; on all if not given
         goal: own data: the coordinates that make the goal, by index or name
@@ -156,7 +156,6 @@ def ablate(
     if name is None:
         print(overview())
         return 0
-    from qhyer import manifest
     from qhyer.data.episodes import coordinate
     from qhyer.sweep import run_cells
 
@@ -164,7 +163,7 @@ def ablate(
     changes: dict[str, Any] = {key: list(given) for key, given in (("datasets", dataset), ("seeds", seeds)) if given}
     changes |= {"out": str(out)} | ({"preset": preset} if preset else {}) | ({"environment": env} if env else {})
     changes |= {"goal": list(map(coordinate, goal))} if goal else {}
-    fields = dict(map(manifest.field_and_value, override)) | ({} if steps is None else {"steps": steps})
+    fields = _overridden(asked, override, steps)
     protocol = {"episodes": episodes, "tasks": list(tasks) or None, "device": device}
     how = {"device": device, "precision": precision}
     for key, given in (("override", fields), ("eval", protocol), ("train", how)):
@@ -209,6 +208,27 @@ def overview() -> str:
 
 Chosen = dict[tuple[str, str], list["Cell"]]
 """(dataset, variant) -> its runs, a seed each"""
+
+
+def _overridden(ablation: Ablation, override: Sequence[str], steps: int | None) -> dict[str, Any]:
+    """What a command line gives to every variant. None of it may be what sets them apart: a variant that leaves the
+    field alone, and is called after that, would be trained as another, under its own name."""
+    from qhyer import manifest
+
+    fields = dict(map(manifest.field_and_value, override))
+    varied = manifest.varied(ablation.values, f"ablation {ablation.name}")
+    if wrong := [name for name in fields if name in varied]:
+        name = wrong[0]
+        raise UserError(
+            f"--override {name}: ablation {ablation.name} varies {name} (variants that set it: "
+            f"{', '.join(varied[name])}), and its other rows would not be what they are called. Leave it out; --only "
+            "keeps some of the variants, and `qhyer sweep` runs those of a manifest of your own (docs/scale.md)"
+        )
+    if steps is None:
+        return fields
+    if fields.get("steps", steps) != steps:
+        raise UserError(f"--steps {steps} and --override steps={fields['steps']} contradict each other: leave one out")
+    return {**fields, "steps": steps}
 
 
 def variants(ablation: Ablation, changes: Mapping[str, Any]) -> Chosen:

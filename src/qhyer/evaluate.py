@@ -76,16 +76,22 @@ class Timings:
     """of every step of every episode, kept where there is a place for them"""
 
 
+def task_numbers(config: EvalConfig, environment: str, tasks: int) -> tuple[int, ...]:
+    """Which of an environment's tasks are evaluated; `UserError` where it has not all of them."""
+    numbers = config.tasks if config.tasks is not None else tuple(range(1, tasks + 1))
+    absent = [number for number in numbers if not 1 <= number <= tasks]
+    require(
+        bool(numbers) and not absent,
+        f"{environment} has tasks 1 to {tasks}, not {', '.join(map(str, absent)) or 'none'}",
+    )
+    return numbers
+
+
 def plan(config: EvalConfig, environment: str, tasks: int) -> list[list[EpisodeSpec]]:
     """All episodes, in shards."""
-    numbers = config.tasks if config.tasks is not None else tuple(range(1, tasks + 1))
-    require(
-        bool(numbers) and all(1 <= number <= tasks for number in numbers),
-        f"{environment} has tasks 1 to {tasks}, not {', '.join(map(str, numbers)) or 'none'}",
-    )
     specs = [
         EpisodeSpec(task, episode, episode_seed(config.seed, environment, task, episode))
-        for task in numbers
+        for task in task_numbers(config, environment, tasks)
         for episode in range(config.episodes)
     ]
     return [specs[i : i + config.shard] for i in range(0, len(specs), config.shard)]

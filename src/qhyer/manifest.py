@@ -76,6 +76,8 @@ class Cell:
     goal: tuple[int | str, ...] | None
     environment: str | None
     out: Path
+    place: str = dataclasses.field(default="", compare=False)
+    """where it was asked for; errors about it begin so"""
 
     @property
     def dataset_name(self) -> str:
@@ -205,6 +207,7 @@ def _expand(grid: Mapping[str, Any], place: str, out: Path) -> Iterator[Cell]:
             goal=goal,
             environment=environment,
             out=out,
+            place=place,
         )
 
 
@@ -228,6 +231,15 @@ def _variants(grid: Mapping[str, Any], place: str) -> list[tuple[str, dict[str, 
     return found
 
 
+def varied(values: Mapping[str, Any], place: str) -> dict[str, list[str]]:
+    """The fields that set variants apart, of a manifest without grids -> the variants that set them."""
+    found: dict[str, list[str]] = {}
+    for name, changes in _variants(values, place):
+        for field, _ in changes.values():
+            found.setdefault(field, []).append(name)
+    return found
+
+
 def _label(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, list) else str(value).lower()
 
@@ -248,9 +260,12 @@ def field_and_value(text: str) -> tuple[str, Any]:
     if not equals or not name:
         raise UserError(f"--override {text}: write FIELD=VALUE, such as width=64 or goal_input=coordinates")
     try:
-        return name, tomllib.loads(f"value = {value}")["value"]
+        read = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return name, value  # a word, without the quotes that a shell would eat
+    if isinstance(read, dict):  # a manifest has tables here for single agents; behind one, a field would not be seen
+        raise UserError(f"--override {text}: write FIELD=VALUE for each field, not a table")
+    return name, read
 
 
 def overridden(config: AgentConfig, texts: Iterable[str], agent: str) -> AgentConfig:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,11 +117,14 @@ def run_cells(
     )
     for text in [*_untouched_stages(todo), *_changed_data([cell for cell, at in zip(cells, before) if at.finished])]:
         console.print(f"[yellow]note:[/yellow] {escape(text)}", soft_wrap=True)
+    tasks: dict[str, int] = {}
     if launcher == "local":  # nodes of a cluster may have what is not here
         for environment in dict.fromkeys(cell.environment for cell in todo if cell.eval is not None):
             if environment is not None:
-                rollout.check(environment)
+                tasks[environment] = rollout.check(environment).tasks
+    _check_tasks(todo, tasks)
     absent = _absent_data(todo) if launcher == "local" else ""
+    _check_goals(todo)
     if dry_run and absent:
         console.print(absent, markup=False, soft_wrap=True)
     if dry_run or not todo:
@@ -176,6 +179,51 @@ def _absent_data(cells: Sequence[Cell]) -> str:
         made = f"`qhyer data generate {' '.join(absent)}` makes {'them' if len(absent) > 1 else 'it'}"
         return f"not on this disk: {', '.join(absent)} ({looked}); {made}"
     return ""
+
+
+def _check_tasks(cells: Sequence[Cell], known: Mapping[str, int]) -> None:
+    """An error where a task is to be evaluated that an environment has not: before the training, not after it.
+
+    `known`: how many tasks those have that were looked at. Of the others those of the registered datasets are made for
+    it, if they can be here; each has a first task without a look.
+    """
+    from qhyer.data import registry
+    from qhyer.evaluate import task_numbers
+
+    registered = {dataset.environment for dataset in registry.DATASETS.values()}
+    for cell in cells:
+        if cell.eval is None or max(cell.eval.tasks or (1,)) == 1:
+            continue
+        environment = cell.environment or registry.DATASETS[cell.dataset_name].environment
+        count = known.get(environment)
+        if count is None and environment in registered:
+            with contextlib.suppress(Exception):  # no simulator here, but perhaps where the runs are made
+                count = _num_tasks(environment)
+        if count is not None:
+            try:
+                task_numbers(cell.eval, environment, count)
+            except UserError as error:
+                raise UserError(f"{cell.place}: eval: {error}") from None
+
+
+def _check_goals(cells: Sequence[Cell]) -> None:
+    """An error where a file that is here has not the coordinates that are to make the goal. Its arrays are not read."""
+    from qhyer.data.episodes import goal_columns, header
+
+    checked = set()
+    for cell in cells:
+        path = Path(cell.dataset)
+        if cell.goal is None or (path, cell.goal) in checked or not path.is_file():
+            continue
+        checked.add((path, cell.goal))
+        try:
+            names, width = header(path)
+        except Exception:  # no dataset; zipfile and numpy raise many kinds, and reading it says what is wrong
+            continue
+        try:
+            goal_columns(cell.goal, names, width)  # type: ignore[arg-type]
+        except UserError as error:
+            raise UserError(f"{cell.place}: goal: {path.name}: {error}") from None
 
 
 def _matching(cells: list[Cell], only: Sequence[str]) -> list[Cell]:

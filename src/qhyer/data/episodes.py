@@ -357,6 +357,18 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     return arrays
 
 
+def header(path: str | Path) -> tuple[list[str] | None, int]:
+    """What an npz says of its observations, without reading them: its columns' names, if any, and their number."""
+    with zipfile.ZipFile(path) as whole, whole.open("observations.npy") as file:
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, _, _ = read[np.lib.format.read_magic(file)](file)
+    if len(shape) != 2:
+        raise ValueError(f"observations of shape {shape}")
+    with np.load(path) as arrays:
+        names = arrays.get("observation_names")
+    return None if names is None else [str(name) for name in np.ravel(names)], shape[1]
+
+
 def own_sidecar(path: Path) -> Path:
     """Where a file's sidecar is, or would be; an error if something stands there that this project did not write."""
     sidecar = path.with_suffix(".json")
