@@ -270,6 +270,13 @@ def test_a_short_evaluation_does_not_replace_a_long_one(mine, capsys):
     assert (mine.parent / "run" / "episodes.csv").read_text() == rows
     assert call("eval", "run", "--episodes", "1", "--tasks", "3", "--workers", "0", "--overwrite") == 0
     assert len((mine.parent / "run" / "episodes.csv").read_text().splitlines()) == 2
+    capsys.readouterr()
+    assert (
+        call("eval", "run", "--episodes", "2", "--tasks", "3", "--workers", "0") == 0
+    )  # a longer one does, and says so
+    assert "note: run has a part of these 2 episodes, whose place they take" in capsys.readouterr().err
+    assert call("eval", "run", "--episodes", "2", "--tasks", "3", "--workers", "0") == 0  # the same rows again
+    assert "place" not in capsys.readouterr().err
 
 
 def test_a_run_that_is_being_evaluated_is_left_to_the_other_process(mine, capsys):

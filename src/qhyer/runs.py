@@ -421,7 +421,8 @@ def evaluate_agent(
         asked = episodes_of(config, environment, about.tasks)
         total = len(asked)
 
-        def look() -> None:
+        def look() -> bool:
+            """Whether some of these episodes are there, and no others."""
             earlier = {row.which for row in read_rows(rows) if row.step == at}
             if not earlier <= asked and not overwrite:
                 why = "" if len(earlier) > total else ", in another environment, of other tasks or with another seed"
@@ -429,8 +430,10 @@ def evaluate_agent(
                     f"{rows.parent} has an evaluation of {len(earlier)} episodes of this checkpoint{why}; `qhyer eval` "
                     "replaces it if it is given --overwrite"
                 )
+            return bool(earlier) and earlier < asked
 
-        look()
+        if look() and not quiet:
+            print(f"note: {rows.parent} has a part of these {total} episodes, whose place they take", file=sys.stderr)
         if not quiet:
             tell(notes_on(info, agent, environment, about, lambda specs: pool.ask(("reset", 0, specs))), told)
         with Progress(title, total, quiet) as progress:
