@@ -440,19 +440,15 @@ def with_seeds(chosen: Chosen, dataset: str, seeds: Sequence[int]) -> Chosen:
 
 def other_data(chosen: Chosen) -> str:
     """A sentence where finished runs of one dataset's variants have seen different data of that name."""
-    from qhyer import runs
-    from qhyer.sweep import status
+    from qhyer.sweep import data_seen, status
 
-    seen: dict[str, list[str]] = {}
-    for (_, variant), cells in chosen.items():
-        for cell in cells:
-            if status(cell).finished:
-                about = runs.read(cell.folder).get("data", {})
-                named = seen.setdefault(str(about.get("fingerprint", "unknown"))[:12], [])
-                if variant not in named:
-                    named.append(variant)
-    which = "; ".join(f"{', '.join(named)} on {data}" for data, named in seen.items())
-    return f"Not all were trained on the same data of this name: {which}." if len(seen) > 1 else ""
+    variant = {cell.name: key[1] for key, cells in chosen.items() for cell in cells}
+    seen = data_seen([cell for cells in chosen.values() for cell in cells if status(cell).finished])
+    told = [
+        f"{', '.join(dict.fromkeys(variant[cell.name] for cell in cells))} on {print_}"
+        for print_, cells in seen.items()
+    ]
+    return f"Not all were trained on the same data of this name: {'; '.join(told)}." if len(seen) > 1 else ""
 
 
 def write(ablation: Ablation, chosen: Chosen, out: Path) -> list[Line]:

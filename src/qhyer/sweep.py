@@ -403,21 +403,26 @@ def _looks_the_same(file: Path, about: Path) -> bool:
     return data["file"] == then and made.get("sha256") == (sidecar(file).get("sha256") if made else None)
 
 
-def _mixed_data(cells: Sequence[Cell]) -> list[str]:
-    """A sentence for each dataset whose runs saw different data: other files on some nodes, or since an earlier run."""
+def data_seen(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """The beginning of a fingerprint -> the runs that were trained on such data, of those that have begun."""
     from qhyer import runs
 
-    seen: dict[str, dict[str, str]] = {}
+    seen: dict[str, list[Cell]] = {}
     for cell in cells:
         if (cell.folder / "run.json").is_file():
             print_ = str(runs.read(cell.folder).get("data", {}).get("fingerprint", ""))[:12]
-            seen.setdefault(cell.dataset, {}).setdefault(print_, cell.name)
-    return [
-        f"runs on {dataset} were trained on different data: "
-        + ", ".join(f"{name} on {print_}" for print_, name in prints.items())
-        for dataset, prints in seen.items()
-        if len(prints) > 1
-    ]
+            seen.setdefault(print_, []).append(cell)
+    return seen
+
+
+def _mixed_data(cells: Sequence[Cell]) -> list[str]:
+    """A sentence for each dataset whose runs saw different data: other files on some nodes, or since an earlier run."""
+    found = []
+    for dataset in dict.fromkeys(cell.dataset for cell in cells):
+        seen = data_seen([cell for cell in cells if cell.dataset == dataset])
+        named = ", ".join(f"{first.name} on {print_}" for print_, (first, *_) in seen.items())
+        found += [f"runs on {dataset} were trained on different data: {named}"] if len(seen) > 1 else []
+    return found
 
 
 # -------------------------------------------------------------------------------------------------- running them

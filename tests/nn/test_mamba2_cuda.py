@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from nn.test_mamba2_triton import DEVICE, plain
+from nn.test_mamba_cuda import launches
 
 from qhyer.nn import mamba2_cuda, mamba2_triton
 
@@ -60,12 +61,7 @@ def assert_close(values):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How often the kernels by hand were launched."""
-    calls = []
-    for name in ("forward", "backward"):
-        original = getattr(mamba2_cuda, name)
-        monkeypatch.setattr(mamba2_cuda, name, lambda *a, f=original, n=name: (calls.append(n), f(*a))[1])
-    return calls
+    return launches(monkeypatch, mamba2_cuda)
 
 
 @on_gpu

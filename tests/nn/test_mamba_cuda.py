@@ -25,14 +25,18 @@ def gradients(function, values, lead=4):
     return y, dict(zip(wanted, torch.autograd.grad((weights * y).sum(), list(wanted.values()))))
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    """How often the kernels by hand were launched."""
+def launches(monkeypatch, module):
+    """How often the kernels by hand are launched from now on."""
     calls = []
     for name in ("forward", "backward"):
-        original = getattr(mamba_cuda, name)
-        monkeypatch.setattr(mamba_cuda, name, lambda *a, f=original, n=name: (calls.append(n), f(*a))[1])
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, f=original, n=name: (calls.append(n), f(*a))[1])
     return calls
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    return launches(monkeypatch, mamba_cuda)
 
 
 @on_gpu

@@ -180,6 +180,26 @@ static __device__ __forceinline__ void weigh(Tile& v, const Seen& seen, int firs
   }
 }
 
+// The gradients of scores, or these, of 16 steps and 16, with their weights, as the first factor of the next product.
+template <bool TURNED>
+static __device__ __forceinline__ void weighed(Factor& v, Tile& a, Tile& b, const Seen& seen, int first, int own, bool edge,
+                                               float here, float there) {
+  weigh<TURNED>(a, seen, first, 0, own, edge, here, there);
+  weigh<TURNED>(b, seen, first, 1, own, edge, here, there);
+  again(v, a, b);
+}
+// M of these steps, or its transpose: C or B of the warp's own, B or C of the others.
+template <bool TURNED>
+static __device__ __forceinline__ void scores(Factor& M, const Factor& mine, const States& others, const Seen& seen, int first,
+                                              int own, bool edge, float here, float there) {
+  Factor other;
+  over_columns(other, others, first, 0);
+  Tile a = {}, b = {};
+  multiply(a, mine, other[0], other[1]);
+  multiply(b, mine, other[2], other[3]);
+  weighed<TURNED>(M, a, b, seen, first, own, edge, here, there);
+}
+
 // y without the skip, of the warp's steps.
 static __device__ __forceinline__ void mix(Tile (&y)[TILES], const Seen& seen, int mine) {
   const int own = mine + threadIdx.x % 32 / 4;
@@ -188,14 +208,8 @@ static __device__ __forceinline__ void mix(Tile (&y)[TILES], const Seen& seen, i
   as_first(C, seen.C, mine, 0);
 #pragma unroll 1
   for (int first = 0; first <= mine; first += 16) {
-    Factor B, M;
-    over_columns(B, seen.B, first, 0);
-    Tile a = {}, b = {};
-    multiply(a, C, B[0], B[1]);
-    multiply(b, C, B[2], B[3]);
-    weigh<false>(a, seen, first, 0, own, first == mine, here, there);
-    weigh<false>(b, seen, first, 1, own, first == mine, here, there);
-    again(M, a, b);
+    Factor M;
+    scores<false>(M, C, seen.B, seen, first, own, first == mine, here, there);
 #pragma unroll
     for (int i = 0; i < TILES; i += 2) {
       Factor x;
@@ -336,10 +350,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) head_scan
         multiply(a, low[i], other[0], other[1]);
         multiply(c, low[i], other[2], other[3]);
       }
-      weigh<false>(a, seen, first, 0, own, first == mine, here, there);
-      weigh<false>(c, seen, first, 1, own, first == mine, here, there);
       Factor dG, B;
-      again(dG, a, c);
+      weighed<false>(dG, a, c, seen, first, own, first == mine, here, there);
       over_rows(B, seen.B, first, 0);
       multiply(dC[0], dG, B[0], B[1]);
       multiply(dC[1], dG, B[2], B[3]);
@@ -357,13 +369,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) head_scan
 #pragma unroll 1
     for (int first = mine; first < L; first += 16) {
       Factor C, M;
-      over_columns(C, seen.C, first, 0);
-      Tile a = {}, c = {};
-      multiply(a, B, C[0], C[1]);
-      multiply(c, B, C[2], C[3]);
-      weigh<true>(a, seen, first, 0, own, first == mine, here, there);
-      weigh<true>(c, seen, first, 1, own, first == mine, here, there);
-      again(M, a, c);
+      scores<true>(M, B, seen.C, seen, first, own, first == mine, here, there);
       Tile d = {}, e = {};
 #pragma unroll
       for (int i = 0; i < TILES; i += 2) {
@@ -375,9 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) head_scan
         multiply(d, x[i / 2], other[0], other[1]);
         multiply(e, x[i / 2], other[2], other[3]);
       }
-      weigh<true>(d, seen, first, 0, own, first == mine, here, there);
-      weigh<true>(e, seen, first, 1, own, first == mine, here, there);
-      again(M, d, e);
+      weighed<true>(M, d, e, seen, first, own, first == mine, here, there);
       over_rows(C, seen.C, first, 0);
       multiply(dB[0], M, C[0], C[1]);
       multiply(dB[1], M, C[2], C[3]);
